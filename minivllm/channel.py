@@ -1,0 +1,322 @@
+"""The process wall: framed messages over a socket, and the worker process behind it.
+
+    host (event loop)                                    worker (`python -m minivllm.worker FD`)
+    ProcessExecutor ── socketpair: [length][message] ──> Mailbox (a thread) ──> main thread
+         ^    ^                                              │
+         │    └── lease: some frame every few seconds <──────┘ Beat
+         └─────── end of file: the worker is gone
+
+An executor runs plans and delivers results, in order, by a callback on the event loop's thread.
+`ProcessExecutor` is one; the inline executor in `worker` is the other. An executor lives for one
+generation at a time: after it has delivered a `WorkerError` it stays silent until it is started
+again.
+
+How a death is seen: a closed socket at once; a stopped or stuck worker when its lease lapses; an
+error by its message. How a host's death is seen: by end of file, or by a change of parent where a
+fork of the host keeps the socket open. No signals are used or handled, so any loop in any thread
+will do. What is sent: `batch`. What to do after a death: `engine` and `scheduler`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Protocol
+
+import msgspec
+
+from minivllm.batch import (
+    Beat,
+    Failed,
+    HostMessage,
+    Ready,
+    Start,
+    StepPlan,
+    StepResult,
+    WorkerMessage,
+    decode_host_message,
+    decode_worker_message,
+    encode,
+)
+from minivllm.config import WorkerConfig
+from minivllm.errors import WorkerError, from_wire
+
+_HEADER_BYTES = 4
+_BEATS_PER_LEASE = 4
+_STDERR_LINES = 40
+
+logger = logging.getLogger("minivllm.worker")
+
+Deliver = Callable[[StepResult | WorkerError], None]
+
+
+class Executor(Protocol):
+    """Runs the steps of one model, wherever its tensors are."""
+
+    async def start(self, generation: int, config: WorkerConfig, deliver: Deliver) -> Ready:
+        """Load the model. Results, or one `WorkerError`, come through `deliver`.
+
+        Raises: the `MinivllmError` for which the model cannot be loaded
+        """
+
+    def send(self, plan: StepPlan) -> None:
+        """Run a plan after those sent before; never blocks."""
+
+    async def stop(self) -> None:
+        """End the worker, whatever it is doing; nothing is delivered any more."""
+
+
+def frame(message: HostMessage | WorkerMessage) -> bytes:
+    """A message with its length before it."""
+    data = encode(message)
+    return len(data).to_bytes(_HEADER_BYTES, "little") + data
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames.
+
+    >>> beat, reader = frame(Beat()), FrameReader()
+    >>> reader.feed(beat[:3]), len(reader.feed(beat[3:] + beat))
+    ([], 2)
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that `data` completes."""
+        buffer = self._buffer
+        buffer += data
+        frames = []
+        start = 0
+        while len(buffer) - start >= _HEADER_BYTES:
+            end = start + _HEADER_BYTES
+            end += int.from_bytes(buffer[start:end], "little")
+            if len(buffer) < end:
+                break
+            frames.append(bytes(buffer[start + _HEADER_BYTES : end]))
+            start = end
+        del buffer[:start]
+        return frames
+
+
+class ProcessExecutor:
+    """The model in a worker process of its own."""
+
+    def __init__(self, *, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._worker: _Worker | None = None
+
+    async def start(self, generation: int, config: WorkerConfig, deliver: Deliver) -> Ready:
+        """See `Executor.start`; a process that is still there is killed first."""
+        await self.stop()
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.to_thread(_launch, theirs.fileno())
+        self._worker = worker = _Worker(loop, process, deliver, self._lease_s)
+        await loop.create_unix_connection(lambda: worker, sock=ours)
+        worker.send(Start(generation, config, self._lease_s / _BEATS_PER_LEASE))
+        try:
+            return await worker.ready
+        except BaseException:
+            await self.stop()
+            raise
+
+    def send(self, plan: StepPlan) -> None:
+        """See `Executor.send`."""
+        assert self._worker is not None, "send() before start()"
+        self._worker.send(plan)
+
+    async def stop(self) -> None:
+        """See `Executor.stop`."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.silence()
+            await asyncio.to_thread(worker.kill)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id."""
+        return self._worker.process.pid if self._worker is not None else None
+
+
+def _launch(fd: int) -> subprocess.Popen[bytes]:
+    # A session of its own: a Ctrl-C in the terminal is for the host alone to interpret.
+    return subprocess.Popen(
+        [sys.executable, "-m", "minivllm.worker", str(fd), str(os.getpid())],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+class _Worker(asyncio.Protocol):
+    """One worker process, from launch to death, as the event loop sees it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        process: subprocess.Popen[bytes],
+        deliver: Deliver,
+        lease_s: float,
+    ) -> None:
+        self.process = process
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self._loop = loop
+        self._deliver = deliver
+        self._lease_s = lease_s
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._silent = False
+        self._missed = 0
+        self._timer: asyncio.TimerHandle | None = None
+        assert process.stderr is not None, "the worker's stderr is a pipe"
+        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
+        self._stderr_thread = threading.Thread(
+            target=_forward_lines, args=(process.stderr, self._stderr), daemon=True
+        )
+        self._stderr_thread.start()
+
+    def send(self, message: HostMessage) -> None:
+        if self._transport is not None:  # without one the death has been delivered, or will be
+            self._transport.write(frame(message))
+
+    def silence(self) -> None:
+        """Deliver nothing any more and let go of the socket."""
+        self._silent = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        if not self.ready.done():
+            self.ready.cancel()
+
+    def kill(self) -> None:
+        """End the process and reap it; blocks for a moment."""
+        self.process.kill()
+        self.process.wait()
+        self._stderr_thread.join()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream socket has a stream transport"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._missed = 0
+        if self._timer is None:  # importing torch may take long; the lease begins when it is done
+            self._tick()
+        for payload in self._reader.feed(data):
+            if self._silent:
+                return
+            try:
+                message = decode_worker_message(payload)
+            except msgspec.MsgspecError as error:
+                self._die(f"sent what is not a message: {error}")
+                return
+            if isinstance(message, StepResult):
+                self._deliver(message)
+            elif isinstance(message, Ready):
+                self.ready.set_result(message)
+            elif isinstance(message, Failed):
+                self._fail(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._die(f"closed its socket ({exc})" if exc else "closed its socket")
+
+    def _tick(self) -> None:
+        """Count the turns without a frame. Turns, not seconds: while the loop itself is held up,
+        no turn passes and nobody is blamed for it."""
+        self._missed += 1
+        if self._missed > _BEATS_PER_LEASE + 1:
+            self._die(f"gave no sign of life for {self._lease_s:g} s")
+            return
+        self._timer = self._loop.call_later(self._lease_s / _BEATS_PER_LEASE, self._tick)
+
+    def _fail(self, message: Failed) -> None:
+        error = from_wire(message.name, message.text)
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.silence()
+        else:
+            self._die(f"failed: {error}")
+
+    def _die(self, how: str) -> None:
+        if self._silent:
+            return
+        error = WorkerError(f"worker {self.process.pid} {how}{self._last_words()}")
+        if self.ready.done():
+            self._deliver(error)
+        else:
+            self.ready.set_exception(error)
+        self.silence()
+
+    def _last_words(self) -> str:
+        lines = "\n".join(self._stderr)
+        return f"; the end of its stderr:\n{lines}" if lines else ""
+
+
+def _forward_lines(stream: IO[bytes], lines: collections.deque[str]) -> None:
+    with stream:
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            lines.append(line)
+            logger.info("%s", line)
+
+
+class Mailbox:
+    """The worker's end: a thread that reads the host's messages and keeps the lease.
+
+    When the host is gone the thread ends the process at once, whatever it is computing.
+    """
+
+    def __init__(self, sock: socket.socket, parent_pid: int) -> None:
+        self._sock = sock
+        self._parent_pid = parent_pid
+        self._inbox: queue.SimpleQueue[HostMessage] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._beat_s = 0.5
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def receive(self) -> HostMessage:
+        """The host's next message; waits for it."""
+        return self._inbox.get()
+
+    def send(self, message: WorkerMessage) -> None:
+        """Send to the host; a host that is gone is the reading thread's to notice."""
+        with self._send_lock, contextlib.suppress(OSError):
+            self._sock.sendall(frame(message))
+
+    def _read(self) -> None:
+        reader = FrameReader()
+        while True:
+            readable, _, _ = select.select([self._sock], [], [], self._beat_s)
+            if os.getppid() != self._parent_pid:
+                os._exit(1)
+            if not readable:
+                self.send(Beat())
+                continue
+            data = b""
+            with contextlib.suppress(OSError):  # a reset is as good as an end of file
+                data = self._sock.recv(1 << 20)
+            if not data:
+                os._exit(1)
+            for payload in reader.feed(data):
+                message = decode_host_message(payload)
+                if isinstance(message, Start):
+                    self._beat_s = message.beat_s
+                self._inbox.put(message)

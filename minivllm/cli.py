@@ -1,0 +1,139 @@
+"""The command line: `minivllm generate`, `minivllm replay`.
+
+Flags are made from the fields of `EngineConfig` and `SamplingParams`, so there is one list of
+settings. Text goes to stdout as it is generated when there is one prompt, whole outputs in order
+when there are several, JSON lines with `--json`; everything else goes to stderr. An error of ours
+is one line and exit status 1, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import EngineConfig
+from minivllm.engine import AsyncEngine
+from minivllm.errors import MinivllmError
+from minivllm.llm import LLM
+from minivllm.request import RequestOutput, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        status: int = args.run(args)
+        return status
+    except MinivllmError as error:
+        print(f"minivllm: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minivllm", description="LLM inference")
+    parser.add_argument("--version", action="version", version=version("minivllm"))
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser("generate", help="complete prompts")
+    generate.add_argument("prompts", nargs="*", help="without any: lines of --file or stdin")
+    generate.add_argument("--file", type=Path, help="a file with one prompt per line")
+    generate.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    generate.add_argument("--verbose", action="store_true", help="log to stderr")
+    _add_fields(generate.add_argument_group("sampling"), SamplingParams)
+    _add_fields(generate.add_argument_group("engine"), EngineConfig)
+    generate.set_defaults(run=_generate)
+
+    replay = commands.add_parser("replay", help="run recorded plans again and compare the tokens")
+    replay.add_argument("file", type=Path, help="written with --record")
+    replay.add_argument("--verbose", action="store_true", help="log to stderr")
+    replay.set_defaults(run=_replay)
+    return parser
+
+
+def _add_fields(group: Any, cls: type) -> None:
+    """A flag per field of a config dataclass: --max-model-len, --no-enable-prefix-caching, ..."""
+    for field in dataclasses.fields(cls):
+        kind = str(field.type)
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if kind == "bool" or kind.startswith("bool "):
+            options["action"] = argparse.BooleanOptionalAction
+        elif "Sequence" in kind:
+            options |= {"nargs": "+", "type": int if "int" in kind else str}
+        elif "str" not in kind:
+            options["type"] = float if "float" in kind else int
+        group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _chosen(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = args.prompts
+    if not prompts:
+        source = args.file.read_text() if args.file else sys.stdin.read()
+        prompts = [line for line in source.splitlines() if line]
+    defaults = {"temperature": 0.0, "max_tokens": 64}
+    params = SamplingParams(**defaults | _chosen(args, SamplingParams))
+    config = _chosen(args, EngineConfig)
+    if len(prompts) == 1 and not args.json:
+        config.setdefault("distributed_executor_backend", "inline")
+        asyncio.run(_stream(prompts[0], params, EngineConfig.from_kwargs(**config)))
+        return 0
+    with LLM(**config) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    for output in outputs:
+        print(json.dumps(_as_dict(output)) if args.json else _as_text(output))
+    return 0
+
+
+async def _stream(prompt: str, params: SamplingParams, config: EngineConfig) -> None:
+    print(prompt, end="", flush=True)
+    async with AsyncEngine(config) as engine:
+        num_shown = 0
+        async for output in engine.generate(prompt, params):
+            text = output.outputs[0].text
+            print(text[num_shown:], end="", flush=True)
+            num_shown = len(text)
+    print()
+
+
+def _as_text(output: RequestOutput) -> str:
+    return f"{output.prompt}{output.outputs[0].text}\n"
+
+
+def _as_dict(output: RequestOutput) -> dict[str, Any]:
+    answer = output.outputs[0]
+    return {
+        "prompt": output.prompt,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from minivllm.worker import replay  # here, because it loads torch
+
+    num_steps, num_different = replay(args.file)
+    print(f"{num_steps} steps, {num_different} with other tokens than recorded")
+    return 1 if num_different else 0

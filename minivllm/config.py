@@ -1,0 +1,213 @@
+"""What a user may set, and what the engine makes of it.
+
+`EngineConfig` is flat and keyword-only, with the names of vLLM's EngineArgs: it is what people
+type, in Python or as flags. `resolve()` turns every "auto" into a value and returns two frozen
+groups, one for each side of the process wall:
+
+    EngineConfig ──resolve(model limit)──> SchedulerConfig   host: admission, budget, blocks
+                                      └──> WorkerConfig      worker: weights, KV memory, threads
+
+Invariants: nothing writes to a config after construction; nothing else reads the environment for
+settings. What only a device can tell (how many blocks fit) comes back in the worker's ready message
+and is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import ConfigError, UnknownConfigKeyError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+BACKENDS = ("inline", "mp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The host's limits; `num_blocks` comes from the workers and is passed beside it."""
+
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    long_prefill_token_threshold: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """All that a worker is told when it starts; crosses the process wall."""
+
+    model_path: str
+    dtype: str
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    kv_cache_memory_bytes: int | None
+    num_blocks: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every setting of an engine.
+
+    Raises `ConfigError` naming the field and the value when one is out of range, and
+    `UnknownConfigKeyError` from `from_kwargs` for a name that does not exist.
+    """
+
+    model: str | None = None
+    """Directory, .gguf file or hub id; None is the embedded SmolLM2-135M-Instruct."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    dtype: str = "auto"
+    """float32, float16 or bfloat16; auto is float32 on a CPU."""
+    max_model_len: int | str | None = None
+    """Tokens of prompt and output together; "32k" works; None, -1 or "auto": the model's own, or
+    as much as the KV cache holds if that is less."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step."""
+    max_num_seqs: int = 256
+    """Most requests running at once."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step while other requests are there; 0: no such cap."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for KV; None: a quarter of what is free on a CPU."""
+    num_gpu_blocks_override: int | None = None
+    """Exact number of KV blocks, whatever the memory says."""
+    distributed_executor_backend: str | None = None
+    """`inline` (a thread of this process) or `mp` (a worker process). None: `inline` for LLM,
+    `mp` for AsyncEngine."""
+    async_scheduling: bool | None = None
+    """Plan step n+1 while step n runs; None: with a worker process yes, inline no."""
+    worker_lease_s: float = 5.0
+    """Seconds without a sign of life after which a worker counts as dead."""
+    seed: int = 0
+    """Source of the seeds of requests that bring none."""
+    max_logprobs: int = 20
+    """Most log-probabilities per token that a request may ask for."""
+    record: str | None = None
+    """File to which every plan and result is written, for `minivllm replay`."""
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """`EngineConfig(**kwargs)` whose unknown keys raise with the nearest name that exists."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key, value in kwargs.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UnknownConfigKeyError(key, value, f"is not a setting{hint}")
+        return cls(**kwargs)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+            _check_int(name, getattr(self, name), at_least=1)
+        for name in ("long_prefill_token_threshold", "max_logprobs"):
+            _check_int(name, getattr(self, name), at_least=0)
+        for name, least in (("kv_cache_memory_bytes", 1), ("num_gpu_blocks_override", 2)):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=least)
+        _check_int("seed", self.seed, at_least=0)
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        if self.distributed_executor_backend not in (None, *BACKENDS):
+            rule = f"must be one of {', '.join(BACKENDS)}"
+            raise ConfigError(
+                "distributed_executor_backend", self.distributed_executor_backend, rule
+            )
+        lease = self.worker_lease_s
+        is_number = isinstance(lease, int | float) and not isinstance(lease, bool)
+        if not is_number or not 0 < lease < math.inf:
+            raise ConfigError("worker_lease_s", lease, "must be a positive number of seconds")
+        self._explicit_max_model_len()
+
+    def _explicit_max_model_len(self) -> int | None:
+        """`max_model_len` as a number of tokens; None stands for auto.
+
+        >>> EngineConfig(max_model_len="2k")._explicit_max_model_len()
+        2048
+        """
+        value = self.max_model_len
+        if value in (None, -1, "auto"):
+            return None
+        if isinstance(value, str):
+            match = re.fullmatch(r"(\d+)([kK]?)", value)
+            if match is None:
+                raise ConfigError("max_model_len", value, 'must be a number like 4096 or "32k"')
+            value = int(match[1]) * (1024 if match[2] else 1)
+        _check_int("max_model_len", value, at_least=2)
+        assert isinstance(value, int)
+        return value
+
+    def resolve(
+        self, *, model_path: str, model_max_len: int
+    ) -> tuple[SchedulerConfig, WorkerConfig]:
+        """The two sides' configs for a model whose context is `model_max_len` tokens.
+
+        Raises `ConfigError` when `max_model_len` is more than the model was made for.
+        """
+        max_model_len = self._explicit_max_model_len() or model_max_len
+        if max_model_len > model_max_len:
+            raise ConfigError(
+                "max_model_len",
+                self.max_model_len,
+                f"must be at most the model's {model_max_len} tokens",
+            )
+        scheduler = SchedulerConfig(
+            block_size=self.block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+        worker = WorkerConfig(
+            model_path=model_path,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            num_blocks=self.num_gpu_blocks_override,
+        )
+        return scheduler, worker
+
+    def fit_pool(self, scheduler: SchedulerConfig, num_blocks: int) -> SchedulerConfig:
+        """`scheduler` for a pool of `num_blocks` blocks (block 0, the null block, holds nothing).
+
+        An automatic `max_model_len` is lowered until one request fits; a given one that does not
+        fit raises `ConfigError`: it would promise what the pool cannot hold.
+        """
+        capacity = (num_blocks - 1) * self.block_size
+        if scheduler.max_model_len <= capacity:
+            return scheduler
+        if self._explicit_max_model_len() is not None:
+            raise ConfigError(
+                "max_model_len",
+                self.max_model_len,
+                f"must fit the KV cache of {capacity} tokens: lower it, or raise"
+                " kv_cache_memory_bytes",
+            )
+        if capacity < 2:
+            raise ConfigError(
+                "kv_cache_memory_bytes",
+                self.kv_cache_memory_bytes,
+                f"must give at least 3 blocks of {self.block_size} tokens, it gives {num_blocks}",
+            )
+        return dataclasses.replace(scheduler, max_model_len=capacity)
+
+
+def _check_int(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(name, value, f"must be an integer of at least {at_least}")

@@ -1,0 +1,134 @@
+"""Every exception that minivllm raises on purpose.
+
+    MinivllmError
+    ├── ConfigError                a setting is wrong: names the field and the value
+    │   └── UnknownConfigKeyError  no such setting; offers the nearest name
+    ├── ModelError                 a model cannot be used: names the file, tensor or architecture
+    │   ├── ModelNotFoundError
+    │   ├── CorruptFileError       a truncated or damaged safetensors or GGUF file
+    │   ├── WeightsError           a tensor is missing, unexpected or of the wrong shape
+    │   └── UnsupportedArchitectureError
+    ├── RequestError               one request is invalid: names the field and the value
+    │   ├── EmptyPromptError
+    │   ├── TokenIdError
+    │   ├── PromptTooLongError     longer than the model's context
+    │   ├── RequestTooLargeError   could never fit in the KV cache
+    │   └── DuplicateRequestError
+    ├── EngineClosedError          generate() after shutdown, or before start
+    ├── EngineDead                 the engine stopped for a reason that is not the caller's
+    └── WorkerError                a worker died or failed; carries the end of its stderr
+
+Whoever catches `MinivllmError` has caught them all. A `RequestError` costs nobody but its sender
+anything; a `ConfigError` or `ModelError` is raised before the engine is ready.
+
+Errors cross the process wall by name and text (`to_wire`, `from_wire`): nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MinivllmError(Exception):
+    """Base of the tree drawn above."""
+
+
+class _FieldError(MinivllmError):
+    """An error about one field: `field`, `value` and the rule that was broken.
+
+    >>> str(ConfigError("block_size", 0, "must be at least 1"))
+    'block_size must be at least 1, got 0'
+    """
+
+    def __init__(self, field: str, value: Any, rule: str) -> None:
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:200] + "..."
+        super().__init__(f"{field} {rule}, got {shown}")
+        self.field = field
+        self.value = value
+
+
+class ConfigError(_FieldError):
+    """A setting has a value that cannot work."""
+
+
+class UnknownConfigKeyError(ConfigError):
+    """A setting that does not exist."""
+
+
+class ModelError(MinivllmError):
+    """A model's files cannot be used as they are."""
+
+
+class ModelNotFoundError(ModelError):
+    """Neither a directory, nor a GGUF file, nor a repository that can be fetched."""
+
+
+class CorruptFileError(ModelError):
+    """A weight file that ends early or contradicts itself."""
+
+
+class WeightsError(ModelError):
+    """The tensors in the files are not the tensors of the architecture."""
+
+
+class UnsupportedArchitectureError(ModelError):
+    """`config.json` names an architecture that is not in the table."""
+
+
+class RequestError(_FieldError):
+    """One request is invalid."""
+
+
+class EmptyPromptError(RequestError):
+    """A prompt without a single token."""
+
+
+class TokenIdError(RequestError):
+    """A token id outside the vocabulary."""
+
+
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for one new token in the model's context."""
+
+
+class RequestTooLargeError(RequestError):
+    """A prompt whose KV could never fit in the whole block pool."""
+
+
+class DuplicateRequestError(RequestError):
+    """A request id that is in use."""
+
+
+class EngineClosedError(MinivllmError):
+    """The engine has not been started, or was shut down."""
+
+
+class EngineDead(MinivllmError):
+    """The engine cannot go on; the cause is chained."""
+
+
+class WorkerError(MinivllmError):
+    """A worker process (or the inline worker) failed."""
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """Name and text of `error`, for a frame on a socket."""
+    return type(error).__name__, str(error)
+
+
+def from_wire(name: str, text: str) -> MinivllmError:
+    """The error that `to_wire` described; an unknown class becomes a `WorkerError`.
+
+    >>> from_wire("CorruptFileError", "x.gguf ends early")
+    CorruptFileError('x.gguf ends early')
+    >>> from_wire("KeyError", "'x'")
+    WorkerError("KeyError: 'x'")
+    """
+    cls = globals().get(name)
+    if isinstance(cls, type) and issubclass(cls, MinivllmError):
+        error = cls.__new__(cls)  # past __init__: field errors are built from parts, this is whole
+        Exception.__init__(error, text)
+        return error
+    return WorkerError(f"{name}: {text}" if text else name)

@@ -1,0 +1,279 @@
+"""One worker's model: load it, size its KV cache, run one step at a time.
+
+    StepPlan ──> row table ──> ForwardBatch ──> Decoder ──> logits ──> sample ──> StepResult
+                (differences)   (flattened)                            │
+                     ^──────────── sampled tokens are appended ────────┘
+
+The row table holds, per row, the tokens, the block ids and the sampling parameters, as plain arrays
+with one line per row, so that a step is prepared without a loop over rows. It is the worker's own
+truth about lengths: the host may plan the next step before it has seen the tokens of this one.
+
+Invariants: plans come in order, without gaps; a row whose numbers are not finite fails alone.
+What the tensors of a step mean: `attention`. Who decides what a step contains: `scheduler`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from minivllm.attention import ForwardBatch, allocate_kv_cache, kv_block_bytes
+from minivllm.batch import NewRow, Ready, RowLogprobs, StepPlan, StepResult
+from minivllm.config import WorkerConfig
+from minivllm.dist import Group
+from minivllm.errors import ConfigError, WorkerError
+from minivllm.loader import load_model
+from minivllm.sampling import SampleOutput, SamplingBatch, sample
+
+_T = TypeVar("_T")
+
+_DTYPES = {
+    "auto": torch.float32,  # a CPU computes fastest in it
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class _Rows:
+    """What the worker knows of each row, one line per row."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int64)
+        self.block_table = np.zeros((num_rows, max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.top_p = np.zeros(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.zeros(num_rows, np.int64)
+
+    def start(self, new: NewRow) -> None:
+        row = new.row
+        token_ids = np.frombuffer(new.token_ids, np.int32)
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.block_table[row] = 0
+        self.num_blocks[row] = 0
+        self.num_computed[row] = new.num_computed
+        self.temperature[row] = new.temperature
+        self.top_k[row] = new.top_k
+        self.top_p[row] = new.top_p
+        self.min_p[row] = new.min_p
+        self.seed[row] = new.seed
+        self.num_logprobs[row] = new.num_logprobs
+
+    def add_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] += len(block_ids)
+
+
+class ModelRunner:
+    """A loaded model with its KV cache, ready for steps."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load, size and warm up.
+
+        Raises: `ModelError` for weights that cannot be used; `ConfigError` when the memory for KV
+                does not hold a single request
+        """
+        self._config = config
+        self._phase_s: dict[str, float] = {}
+        path = Path(config.model_path)
+        hf_config = json.loads((path / "config.json").read_text())
+        dtype = _DTYPES[config.dtype]
+        self._model = self._timed(
+            "load",
+            lambda: load_model(
+                path,
+                hf_config,
+                dtype=dtype,
+                device="cpu",
+                max_model_len=config.max_model_len,
+                group=Group(),
+            ),
+        )
+        model = self._model.config
+        block_bytes = kv_block_bytes(
+            num_layers=model.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+        self._num_blocks = config.num_blocks or _num_blocks(config, block_bytes)
+        self._caches = self._timed(
+            "kv_cache",
+            lambda: allocate_kv_cache(
+                num_layers=model.num_layers,
+                num_blocks=self._num_blocks,
+                block_size=config.block_size,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device="cpu",
+            ),
+        )
+        self._memory_bytes = {
+            "weights": sum(p.numel() * p.element_size() for p in self._model.parameters()),
+            "kv_cache": self._num_blocks * block_bytes,
+        }
+        self._rows = _Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self._next_step = 0
+        self._timed("warm_up", self._warm_up)
+
+    def _timed(self, phase: str, work: Callable[[], _T]) -> _T:
+        start_s = time.perf_counter()
+        done = work()
+        self._phase_s[phase] = time.perf_counter() - start_s
+        return done
+
+    def ready(self, generation: int) -> Ready:
+        """What the host must know before its first plan."""
+        return Ready(
+            generation,
+            self._num_blocks,
+            self._model.config.vocab_size,
+            self._phase_s,
+            self._memory_bytes,
+        )
+
+    def _warm_up(self) -> None:
+        """Run each kind of kernel once, on the null block, so that no request pays for it."""
+        for num_tokens in (1, min(64, self._config.max_num_batched_tokens)):
+            num_tokens = min(num_tokens, self._config.block_size)
+            new = NewRow(0, bytes(4 * num_tokens), 0, 1.0, 0, 1.0, 0.0, 0, 0)
+            plan = StepPlan(0, self._next_step, [new], [0], [num_tokens], [True], [(0, [0])])
+            self.step(plan)
+        for cache in self._caches:
+            cache.k[0].zero_()
+            cache.v[0].zero_()
+        self._next_step = 0
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one plan.
+
+        Raises: `WorkerError` for a plan that is out of order
+        """
+        start_s = time.perf_counter()
+        if plan.step != self._next_step:
+            raise WorkerError(f"step {plan.step} came when {self._next_step} was due")
+        self._next_step += 1
+        for new in plan.new_rows:
+            self._rows.start(new)
+        for row, block_ids in plan.new_blocks:
+            self._rows.add_blocks(row, block_ids)
+
+        rows = np.array(plan.rows)
+        samples = np.array(plan.samples)
+        query_lens = np.array(plan.query_lens)
+        batch = self._forward_batch(rows, query_lens, samples)
+        hidden = self._model(batch, self._caches)
+        failed = self._failed(hidden, batch)
+
+        sampling_rows = rows[samples]
+        positions = (self._rows.num_computed[rows] + query_lens)[samples]
+        output = self._sample(hidden[batch.logits_idx], sampling_rows, positions)
+        failed |= set(np.flatnonzero(samples)[output.failed.numpy()].tolist())
+        token_ids = output.token_ids.numpy()
+        self._rows.token_ids[sampling_rows, positions] = token_ids
+        self._rows.num_computed[rows] += query_lens
+        return StepResult(
+            generation=plan.generation,
+            step=plan.step,
+            tokens=[[token_id] for token_id in token_ids.tolist()],
+            logprobs=_row_logprobs(output, self._rows.num_logprobs[sampling_rows]),
+            failed=sorted(failed),
+            seconds=time.perf_counter() - start_s,
+        )
+
+    def _forward_batch(
+        self, rows: np.ndarray, query_lens: np.ndarray, samples: np.ndarray
+    ) -> ForwardBatch:
+        """The step's rows, flattened: row i contributes `query_lens[i]` tokens."""
+        P = self._config.block_size
+        ends = np.cumsum(query_lens)
+        T = int(ends[-1])
+        context_lens = self._rows.num_computed[rows]
+        kv_lens = context_lens + query_lens
+        row_of_token = np.repeat(rows, query_lens)
+        # [0 1 2 | 0 | 0 1] + where each row's computed tokens end
+        positions = np.arange(T) + np.repeat(context_lens - (ends - query_lens), query_lens)
+        blocks = self._rows.block_table[row_of_token, positions // P].astype(np.int64)
+        max_blocks = -(-int(kv_lens.max()) // P)
+        return ForwardBatch(
+            token_ids=torch.from_numpy(self._rows.token_ids[row_of_token, positions]),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(blocks * P + positions % P),
+            query_starts=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+            kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
+            block_tables=torch.from_numpy(self._rows.block_table[rows, :max_blocks]),
+            logits_idx=torch.from_numpy(ends[samples] - 1),
+        )
+
+    def _failed(self, hidden: torch.Tensor, batch: ForwardBatch) -> set[int]:
+        """Indices of the rows whose last hidden state is not finite. What is wrong with an earlier
+        token of a row shows in its last one, which attends to it."""
+        last = hidden[batch.query_starts[1:].long() - 1]
+        finite = torch.isfinite(last).all(dim=1)
+        return set(torch.nonzero(~finite).flatten().tolist())
+
+    def _sample(
+        self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> SampleOutput:
+        known = self._rows
+        batch = SamplingBatch(
+            temperature=known.temperature[rows],
+            top_k=known.top_k[rows],
+            top_p=known.top_p[rows],
+            min_p=known.min_p[rows],
+            seeds=known.seed[rows].view(np.int64),
+            children=np.zeros(len(rows), np.int64),
+            positions=positions,
+            num_logprobs=known.num_logprobs[rows],
+        )
+        return sample(self._model.compute_logits(hidden), batch)
+
+
+def _row_logprobs(output: SampleOutput, num_logprobs: np.ndarray) -> list[RowLogprobs | None]:
+    """Per sampling row what it asked for; empty when none asked."""
+    if output.logprobs is None:
+        return []
+    found = output.logprobs
+    per_row: list[RowLogprobs | None] = [None] * len(num_logprobs)
+    columns = (found.rows, found.token_ids, found.logprobs, found.ranks)
+    for row, token_ids, logprobs, rank in zip(*(c.tolist() for c in columns), strict=True):
+        count = 1 + int(num_logprobs[row])
+        per_row[row] = RowLogprobs(token_ids[:count], logprobs[:count], rank)
+    return per_row
+
+
+def _num_blocks(config: WorkerConfig, block_bytes: int) -> int:
+    """Blocks that the memory for KV holds."""
+    memory_bytes = config.kv_cache_memory_bytes or available_bytes() // 4
+    num_blocks = memory_bytes // block_bytes
+    if num_blocks < 2:
+        rule = f"must hold 2 blocks of {block_bytes} bytes (one is the null block)"
+        raise ConfigError("kv_cache_memory_bytes", memory_bytes, rule)
+    return num_blocks
+
+
+def available_bytes() -> int:
+    """Memory that new allocations can take without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

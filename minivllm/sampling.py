@@ -1,0 +1,423 @@
+"""From logits to tokens: the logits pipeline, counter-based noise, log-probabilities.
+
+    logits ─ temperature ─ min_p ─ top_k ─ top_p ─(+)─ argmax ─> token
+                                                  Gumbel noise
+
+Adding Gumbel noise to logits and taking the argmax draws from their softmax. The noise of one token
+is a pure function of (seed, child, position, purpose, token id), the counter-based generator
+Philox4x32-10, so there is no generator state to keep, move or restore: a draw is the same whatever
+the batch, the preemptions, the rank or the replica. Greedy rows (temperature 0) take the argmax of
+their logits and cost no noise.
+
+A stage of the pipeline is a pure function (logits, batch) -> logits that touches only the rows
+using it. Those that reshape the distribution are listed in STAGES. What must bind greedy rows too
+(penalties, biases, masks) belongs in front of `scores`.
+
+Invariants: a row's tokens and log-probabilities do not depend on its neighbours, bit for bit (no
+sum may be split differently when the batch grows; softmax and cumsum run row by row); a row that
+cannot be sampled fails alone. The CPU noise uses only operations that IEEE 754 rounds correctly,
+so every CPU computes the same bits; the torch twin agrees to float32 rounding.
+
+Shape letters: `attention`, and S rows that sample in this step.
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+Gumbel-max: Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014, and the references there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+import torch  # before numba, which then shares torch's OpenMP runtime
+from numba import njit, prange
+
+# Rows whose log-probabilities are held at once: 16 rows of 150,000 floats are 10 MB.
+_LOGPROB_ROWS = 16
+
+
+class Purpose(IntEnum):
+    """What noise is drawn for: draws of one row at one position share none between purposes."""
+
+    TARGET = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """How each of S rows samples: host arrays, as which stages run is decided on the host."""
+
+    temperature: np.ndarray  # [S] float32; 0: greedy
+    top_k: np.ndarray  # [S] int64; 0: off
+    top_p: np.ndarray  # [S] float32; 1: off
+    min_p: np.ndarray  # [S] float32; 0: off
+    seeds: np.ndarray  # [S] int64, the bits of an unsigned 64-bit number
+    children: np.ndarray  # [S] int64; index among the samples of one request
+    positions: np.ndarray  # [S] int64; index in its sequence of the token to sample
+    num_logprobs: np.ndarray  # [S] int64; -1: none, k: the sampled token's and the k likeliest
+
+    def take(self, rows: np.ndarray) -> SamplingBatch:
+        """The batch of these rows alone."""
+        return SamplingBatch(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Log-probabilities of N rows; what row n did not ask for is padding (token 0, -inf)."""
+
+    rows: torch.Tensor  # [N] int64, rising; which rows of the batch these are
+    token_ids: torch.Tensor  # [N, 1 + k] int64; the sampled token, then the likeliest, falling
+    logprobs: torch.Tensor  # [N, 1 + k] float32
+    ranks: torch.Tensor  # [N] int64; 1 + the number of tokens likelier than the sampled one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """The tokens of one step."""
+
+    token_ids: torch.Tensor  # [S] int64; 0 where failed
+    failed: torch.Tensor  # [S] bool
+    logprobs: Logprobs | None  # None: no row asked
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+    """Draw one token per row.
+
+    A row fails, alone, if its logits contain NaN or +inf or leave nothing to sample (all -inf).
+    Log-probabilities are those of `logits` as given, before temperature and truncation.
+
+    Shapes: logits [S, V] float32 contiguous
+    """
+    best, token_ids = scores(logits, batch).max(dim=-1)
+    # No stage hides a NaN or +inf, and the maximum of a row is NaN if anything in it is.
+    failed = ~best.isfinite()
+    token_ids = token_ids.masked_fill(failed, 0)
+    asked = batch.num_logprobs.max(initial=-1) >= 0
+    logprobs = gather_logprobs(logits, token_ids, batch.num_logprobs) if asked else None
+    return SampleOutput(token_ids=token_ids, failed=failed, logprobs=logprobs)
+
+
+# ------------------------------------------------------------------------------------- pipeline
+
+Stage = Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
+
+
+def _for_rows(uses: Callable[[SamplingBatch], np.ndarray]) -> Callable[[Stage], Stage]:
+    """Restrict a stage to the rows that use it; with none, it costs nothing."""
+
+    def restrict(stage: Stage) -> Stage:
+        @functools.wraps(stage)
+        def on_rows(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+            used = uses(batch)
+            if not used.any():
+                return logits
+            if used.all():
+                return stage(logits, batch)
+            rows = np.flatnonzero(used)
+            idx = torch.from_numpy(rows).to(logits.device)
+            return logits.index_copy(0, idx, stage(logits[idx], batch.take(rows)))
+
+        return on_rows
+
+    return restrict
+
+
+@_for_rows(lambda batch: batch.temperature > 0)
+def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """What `sample` takes the argmax of: processed logits plus noise; a greedy row as it is.
+
+    Shapes: logits [S, V] float32 contiguous; out [S, V]
+    """
+    for stage in STAGES:
+        logits = stage(logits, batch)
+    return add_gumbel(logits, batch, Purpose.TARGET)
+
+
+@_for_rows(lambda batch: batch.temperature != 1)
+def temperature(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits divided by the temperature, the largest moved to 0 so that none can overflow.
+
+    Shapes: logits [S, V]; out [S, V]
+    """
+    return (logits - logits.amax(-1, keepdim=True)) / _column(batch.temperature, logits)
+
+
+@_for_rows(lambda batch: batch.min_p > 0)
+def min_p(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Only tokens with at least `min_p` times the probability of the likeliest.
+
+    Shapes: logits [S, V]; out [S, V]
+    """
+    # p >= min_p * p_max, by its logarithm: no softmax is needed.
+    best = logits.amax(-1, keepdim=True)
+    return logits.masked_fill(logits < best + _column(batch.min_p, logits).log(), -torch.inf)
+
+
+@_for_rows(lambda batch: batch.top_k > 0)
+def top_k(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Only the `top_k` largest logits, and all that equal the smallest of them.
+
+    Shapes: logits [S, V]; out [S, V]
+    """
+    k = np.minimum(batch.top_k, logits.shape[-1])
+    largest = logits.topk(int(k.max())).values
+    cut = largest.gather(-1, _column(k, logits) - 1)
+    return logits.masked_fill(logits < cut, -torch.inf)
+
+
+@_for_rows(lambda batch: batch.top_p < 1)
+def top_p(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Only the likeliest tokens that together reach `top_p`, and all as likely as the last of them.
+
+    Shapes: logits [S, V]; out [S, V]
+    """
+    probs = logits.softmax(-1)
+    falling = _sorted_falling(probs)
+    # Of 0.5, 0.3, 0.2 the set for top_p 0.6 ends at index 1, the number of sums that stay below
+    # it. Rounding can leave even the last sum below a top_p near 1: then every token stays.
+    last = (falling.cumsum(-1) < _column(batch.top_p, logits)).sum(-1, keepdim=True)
+    cut = falling.gather(-1, last.clamp(max=logits.shape[-1] - 1))
+    return logits.masked_fill(probs < cut, -torch.inf)
+
+
+STAGES: tuple[Stage, ...] = (temperature, min_p, top_k, top_p)
+
+
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device).unsqueeze(-1)
+
+
+def _sorted_falling(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cpu":  # numpy sorts with vector instructions: 10 times as fast as torch
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
+    return x.sort(-1, descending=True).values
+
+
+# ---------------------------------------------------------------------------- log-probabilities
+
+
+def gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
+) -> Logprobs:
+    """Log-softmax at each row's token and at the row's `num_logprobs` likeliest; -1 skips a row.
+
+    Shapes: logits [S, V] float32; token_ids [S] int64; num_logprobs [S] int64, some not -1
+    """
+    rows = np.flatnonzero(num_logprobs >= 0)
+    num_likeliest = np.minimum(num_logprobs[rows], logits.shape[-1])
+    shape = (len(rows), 1 + int(num_likeliest.max()))
+    out = Logprobs(
+        rows=torch.from_numpy(rows).to(logits.device),
+        token_ids=token_ids.new_zeros(shape),
+        logprobs=logits.new_full(shape, -torch.inf),
+        ranks=token_ids.new_empty(len(rows)),
+    )
+    for k, members in _equal_groups(num_likeliest, _LOGPROB_ROWS):
+        n = torch.from_numpy(members).to(logits.device)
+        logprobs = logits[out.rows[n]].log_softmax(-1)
+        chosen_ids = token_ids[out.rows[n]].unsqueeze(-1)
+        chosen = logprobs.gather(-1, chosen_ids)
+        top = logprobs.topk(k)
+        out.token_ids[n, : 1 + k] = torch.cat((chosen_ids, top.indices), dim=-1)
+        out.logprobs[n, : 1 + k] = torch.cat((chosen, top.values), dim=-1)
+        out.ranks[n] = 1 + (logprobs > chosen).sum(-1)
+    return out
+
+
+def _equal_groups(values: np.ndarray, max_size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Each value with the indices that have it, in groups of at most `max_size`.
+
+    Which of several equal logits topk returns depends on k, so taking as many for one row as a
+    neighbour asks for could change the row's answer.
+    """
+    for value in np.unique(values):
+        members = np.flatnonzero(values == value)
+        for start in range(0, len(members), max_size):
+            yield int(value), members[start : start + max_size]
+
+
+# ---------------------------------------------------------------------------------------- noise
+
+# Token v of a row has lane v % 4 of the block with counter (v // 4, position, child, purpose) and
+# key (low, high half of the seed). A lane x gives u = (x + 0.5) / 2**32, in float64: in float32,
+# u near 1 would round to 1, and the noise of a winner, which lies there, would be coarse.
+
+
+def add_gumbel(logits: torch.Tensor, batch: SamplingBatch, purpose: Purpose) -> torch.Tensor:
+    """Logits plus -log(-log(u)), u uniform in (0, 1) and a function of the row and the token id.
+
+    Shapes: logits [S, V] float32 contiguous; out [S, V]
+    """
+    if logits.device.type != "cpu":
+        return add_gumbel_torch(logits, batch, purpose)
+    out = torch.empty_like(logits)
+    _add_gumbel_parallel(
+        logits.numpy(),
+        batch.seeds,
+        batch.children,
+        batch.positions,
+        int(purpose),
+        out.numpy(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add_gumbel_torch(logits: torch.Tensor, batch: SamplingBatch, purpose: Purpose) -> torch.Tensor:
+    """`add_gumbel`, written for reading."""
+    u = philox_uniform_torch(batch, logits.shape[-1], purpose).to(logits.device)
+    return logits - u.log().neg().log().to(logits.dtype)
+
+
+def philox_uniform_torch(batch: SamplingBatch, vocab_size: int, purpose: Purpose) -> torch.Tensor:
+    """A number in (0, 1) for each row and token.
+
+    Shapes: out [S, V] float64
+    """
+    seeds = torch.from_numpy(batch.seeds)
+    positions = torch.from_numpy(batch.positions)
+    children = torch.from_numpy(batch.children)
+    block = torch.arange((vocab_size + 3) // 4)
+    key = torch.stack((seeds & _MASK, seeds >> 32 & _MASK), dim=-1)
+    counter = torch.stack(
+        torch.broadcast_tensors(
+            block, positions[:, None], children[:, None], torch.tensor(int(purpose))
+        ),
+        dim=-1,
+    )
+    words = philox_torch(counter, key[:, None]).flatten(1)[:, :vocab_size]
+    return (words.double() + 0.5) * 2.0**-32
+
+
+def philox_torch(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Philox4x32-10: four 32-bit words from a counter of four and a key of two.
+
+    Shapes: counter [..., 4] int64; key [..., 2] int64; out [..., 4] int64; every word < 2**32
+
+    >>> words = philox_torch(torch.zeros(4).long(), torch.zeros(2).long())
+    >>> [f"{word:08x}" for word in words.tolist()]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key.unbind(-1)
+    for _ in range(10):
+        # A product fills 64 bits; int64 holds the right bits, and the mask drops the sign's copies.
+        a = c0 * _PHILOX_M0
+        b = c2 * _PHILOX_M1
+        c0, c1 = (b >> 32 & _MASK) ^ c1 ^ k0, b & _MASK
+        c2, c3 = (a >> 32 & _MASK) ^ c3 ^ k1, a & _MASK
+        k0 = k0 + _PHILOX_W0 & _MASK
+        k1 = k1 + _PHILOX_W1 & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+_MASK = 0xFFFFFFFF
+# The paper's multipliers, and its steps of the key: the golden ratio and sqrt(3) - 1.
+_PHILOX_M0 = 0xD2511F53
+_PHILOX_M1 = 0xCD9E8D57
+_PHILOX_W0 = 0x9E3779B9
+_PHILOX_W1 = 0xBB67AE85
+
+# Numbers of a numba kernel: unsigned where Python's ints would be signed.
+_U32, _UMASK = np.uint64(32), np.uint64(_MASK)
+_UM0, _UM1 = np.uint64(_PHILOX_M0), np.uint64(_PHILOX_M1)
+_UW0, _UW1 = np.uint64(_PHILOX_W0), np.uint64(_PHILOX_W1)
+
+# Tokens whose words are kept between the two loops that make and use them: 4 KB, in the L1 cache.
+_CHUNK_LEN = 1024
+
+# error_model "numpy": a check for division by zero would keep the loops from being vectorised.
+# fastmath stays off: with it, the bits would depend on the CPU.
+_njit = functools.partial(njit, nogil=True, cache=True, error_model="numpy")
+
+
+@_njit(inline="always")
+def philox(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
+    """`philox_torch` for one counter, every argument and result a uint64 below 2**32."""
+    for _ in range(10):
+        a = c0 * _UM0
+        b = c2 * _UM1
+        c0, c1 = (b >> _U32) ^ c1 ^ k0, b & _UMASK
+        c2, c3 = (a >> _U32) ^ c3 ^ k1, a & _UMASK
+        k0 = (k0 + _UW0) & _UMASK
+        k1 = (k1 + _UW1) & _UMASK
+    return c0, c1, c2, c3
+
+
+@_njit(inline="always")
+def _log(x: float) -> float:
+    """The natural logarithm of a positive normal number, to 1e-10 of its value.
+
+    libm's is as good, but a call per number: the kernel would take five times as long.
+    """
+    # x = 2**e * m with m in [sqrt(1/2), sqrt(2)), by the exponent's bits; 0x3FE6... is sqrt(1/2).
+    bits = np.float64(x).view(np.int64)
+    e = (bits - np.int64(0x3FE6A09E667F3BCD)) >> np.int64(52)
+    m = np.int64(bits - (e << np.int64(52))).view(np.float64)
+    # log(m) = 2 atanh(s); s**2 is at most 0.0295, so the first term left out is under 5e-11.
+    s = (m - 1.0) / (m + 1.0)
+    q = s * s
+    series = 1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11)))))
+    return e * 0.6931471805599453 + 2.0 * s * series
+
+
+@_njit()
+def _add_gumbel_chunk(
+    logits: np.ndarray,
+    start: int,
+    seed: int,
+    child: int,
+    position: int,
+    purpose: int,
+    words: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Tokens from `start` on of one row, as many as there are words (fewer at the end of V)."""
+    key = np.uint64(seed)
+    first_block = start // 4
+    for i in range(len(words) // 4):
+        x0, x1, x2, x3 = philox(
+            np.uint64(first_block + i),
+            np.uint64(position),
+            np.uint64(child),
+            np.uint64(purpose),
+            key & _UMASK,
+            key >> _U32,
+        )
+        words[4 * i] = x0
+        words[4 * i + 1] = x1
+        words[4 * i + 2] = x2
+        words[4 * i + 3] = x3
+    for i in range(min(len(words), len(logits) - start)):
+        u = (words[i] + 0.5) * 2.0**-32
+        out[start + i] = logits[start + i] - np.float32(_log(-_log(u)))
+
+
+@_njit(parallel=True)
+def _add_gumbel_parallel(
+    logits: np.ndarray,
+    seeds: np.ndarray,
+    children: np.ndarray,
+    positions: np.ndarray,
+    purpose: int,
+    out: np.ndarray,
+    num_threads: int,
+) -> None:
+    S, V = logits.shape
+    num_chunks = (V + _CHUNK_LEN - 1) // _CHUNK_LEN
+    # Each thread takes a part of the vocabulary, so that a single row keeps all of them busy.
+    for i in prange(num_threads):
+        words = np.empty(_CHUNK_LEN, np.uint32)
+        for s in range(S):
+            for chunk in range(num_chunks * i // num_threads, num_chunks * (i + 1) // num_threads):
+                _add_gumbel_chunk(
+                    logits[s],
+                    chunk * _CHUNK_LEN,
+                    seeds[s],
+                    children[s],
+                    positions[s],
+                    purpose,
+                    words,
+                    out[s],
+                )

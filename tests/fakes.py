@@ -1,0 +1,182 @@
+"""Workers without a model, which check what they are told.
+
+`FakeModel` keeps what a KV slot would depend on (a digest of the row's tokens up to that position)
+in place of KV, and before it answers it checks that every slot a row attends over holds exactly
+that. So a block that was freed, shared or hit wrongly is found in the step in which it would have
+changed an output. The next token is a function of the digest: the same whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+from minivllm.batch import (
+    Ready,
+    StepPlan,
+    StepResult,
+    decode_host_message,
+    decode_worker_message,
+    encode,
+)
+from minivllm.config import WorkerConfig
+from minivllm.errors import WorkerError
+
+MASK = (1 << 61) - 1
+
+
+def extend(digest: int, token: int) -> int:
+    """The digest of a sequence with one token more."""
+    return (digest * 1_000_003 + token + 1) & MASK
+
+
+def next_token(digest: int, vocab_size: int) -> int:
+    """What the fake model generates after a sequence with that digest."""
+    return (digest * 2_654_435_761 >> 20) % vocab_size
+
+
+def expected_output(prompt: list[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """The output of a prompt, computed without any engine."""
+    digest = 0
+    for token in prompt:
+        digest = extend(digest, token)
+    output = []
+    for _ in range(num_tokens):
+        output.append(next_token(digest, vocab_size))
+        digest = extend(digest, output[-1])
+    return output
+
+
+class FakeModel:
+    """Runs plans; raises AssertionError for a plan that real workers would compute wrongly."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        vocab_size: int = 997,
+        fails: Callable[[list[int]], bool] = lambda tokens: False,
+    ) -> None:
+        """`fails`: whether the row with these tokens produces numbers that are not finite."""
+        self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        self.block_size = block_size
+        self.max_tokens = max_num_batched_tokens
+        self.max_rows = max_num_seqs
+        self.vocab_size = vocab_size
+        self.fails = fails
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.num_computed: dict[int, int] = {}
+        self.next_step = 0
+
+    def step(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.next_step, "a gap in the steps"
+        self.next_step += 1
+        assert 0 < sum(plan.query_lens) <= self.max_tokens, "over budget"
+        assert 0 < len(plan.rows) <= self.max_rows, "too many rows"
+        assert len(set(plan.rows)) == len(plan.rows), "a row twice in a step"
+        assert min(plan.query_lens) > 0, "a row without tokens"
+        for new in plan.new_rows:
+            self.tokens[new.row] = list(array("i", new.token_ids))
+            self.tables[new.row] = []
+            self.num_computed[new.row] = new.num_computed
+        for row, blocks in plan.new_blocks:
+            self.tables[row] += blocks
+        lens = zip(plan.rows, plan.query_lens, strict=True)
+        ends = {row: self.num_computed[row] + query_len for row, query_len in lens}
+        for row, end in ends.items():
+            self._store(row, end)
+        tokens, failed = [], []
+        for idx, (row, samples) in enumerate(zip(plan.rows, plan.samples, strict=True)):
+            digest = self._attend(row, ends[row])
+            self.num_computed[row] = ends[row]
+            assert samples == (ends[row] == len(self.tokens[row])), "samples at the wrong place"
+            if self.fails(self.tokens[row][: ends[row]]):
+                failed.append(idx)
+            if samples:
+                tokens.append([next_token(digest, self.vocab_size)])
+                self.tokens[row].append(tokens[-1][0])
+        return StepResult(plan.generation, plan.step, tokens, [], failed, 0.0)
+
+    def _slot(self, row: int, position: int) -> int:
+        block = self.tables[row][position // self.block_size]
+        assert block != 0, "the null block in a row's table"
+        return block * self.block_size + position % self.block_size
+
+    def _store(self, row: int, end: int) -> None:
+        digest = 0
+        for position, token in enumerate(self.tokens[row][:end]):
+            digest = extend(digest, token)
+            if position >= self.num_computed[row]:
+                self.kv[self._slot(row, position)] = digest
+
+    def _attend(self, row: int, end: int) -> int:
+        digest = 0
+        for position, token in enumerate(self.tokens[row][:end]):
+            digest = extend(digest, token)
+            held = self.kv[self._slot(row, position)]
+            assert held == digest, f"row {row} attends over foreign KV at position {position}"
+        return digest
+
+
+class FakeExecutor:
+    """An executor over `FakeModel`: answers in order, a turn of the loop later."""
+
+    def __init__(
+        self, *, num_blocks: int = 1000, vocab_size: int = 49152, delay_s: float = 0.0
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.delay_s = delay_s
+        self.kills: Callable[[StepPlan, FakeModel], bool] = lambda plan, model: False
+        self.fails: Callable[[list[int]], bool] = lambda tokens: False
+        self.generations: list[int] = []
+        self.plans: list[StepPlan] = []
+        self.max_in_flight = 0
+        self._queue: asyncio.Queue[StepPlan] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, generation: int, config: WorkerConfig, deliver: Callable) -> Ready:
+        await self.stop()
+        self.generations.append(generation)
+        self.model = FakeModel(
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=self.vocab_size,
+            fails=self.fails,
+        )
+        self._queue = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(self._queue, deliver))
+        return Ready(generation, self.num_blocks, self.vocab_size, {}, {})
+
+    def send(self, plan: StepPlan) -> None:
+        plan = decode_host_message(encode(plan))
+        self.plans.append(plan)
+        self._queue.put_nowait(plan)
+        self.max_in_flight = max(self.max_in_flight, self._queue.qsize())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    async def _run(self, queue: asyncio.Queue[StepPlan], deliver: Callable) -> None:
+        while True:
+            plan = await queue.get()
+            await asyncio.sleep(self.delay_s)
+            if self.kills(plan, self.model):
+                deliver(WorkerError("killed by the test"))
+                return
+            try:
+                result = self.model.step(plan)
+            except AssertionError as error:
+                deliver(WorkerError(f"bad plan: {error}"))
+                raise
+            deliver(decode_worker_message(encode(result)))

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeExecutor, expected_output
+
+from minivllm import errors
+from minivllm.config import EngineConfig
+from minivllm.engine import AsyncEngine
+from minivllm.request import RequestOutput, SamplingParams
+
+VOCAB = 49152
+
+
+@contextlib.asynccontextmanager
+async def fake_engine(
+    model_dir: Path, executor: FakeExecutor | None = None, **config: Any
+) -> AsyncIterator[AsyncEngine]:
+    executor = executor or FakeExecutor()
+    settings = EngineConfig(model=str(model_dir), **config)
+    async with AsyncEngine(settings, executor=executor) as engine:
+        yield engine
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    output = None
+    async for output in stream:
+        pass
+    assert output is not None
+    return output
+
+
+def greedy(max_tokens: int = 8, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | changes)
+
+
+async def test_outputs_grow_to_the_whole(embedded_dir: Path) -> None:
+    """Each output extends the one before; the last has a finish reason and the model's tokens."""
+    async with fake_engine(embedded_dir) as engine:
+        outputs = [o async for o in engine.generate([1, 2, 3], greedy())]
+    ids = [o.outputs[0].token_ids for o in outputs]
+    assert ids[-1] == expected_output([1, 2, 3], 8, VOCAB)
+    assert all(b[: len(a)] == a for a, b in zip(ids, ids[1:], strict=False))
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+async def test_stop_token_ends_the_output_and_stays_out_of_its_text(embedded_dir: Path) -> None:
+    """A stop token is the last id and the stop reason; its text is not shown."""
+    expected = expected_output([5], 8, VOCAB)
+    async with fake_engine(embedded_dir) as engine:
+        params = greedy(stop_token_ids=[expected[3]])
+        answer = (await last(engine.generate([5], params))).outputs[0]
+        text = engine.tokenizer.decode(expected[:3])
+    assert answer.token_ids == expected[:4]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", expected[3])
+    assert answer.text == text
+
+
+async def test_stop_string_cuts_the_text(embedded_dir: Path) -> None:
+    """Text ends before the stop string, which is the stop reason."""
+    async with fake_engine(embedded_dir) as engine:
+        whole = (await last(engine.generate([5], greedy(30)))).outputs[0]
+        stop = whole.text[len(whole.text) // 2 :][:3]
+        answer = (await last(engine.generate([5], greedy(30, stop=stop)))).outputs[0]
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+
+
+async def test_closing_the_iterator_aborts(embedded_dir: Path) -> None:
+    """A caller that stops reading frees the request's blocks."""
+    async with fake_engine(embedded_dir) as engine:
+        stream = engine.generate([1] * 40, greedy(1000))
+        await anext(stream)
+        await stream.aclose()
+        await last(engine.generate([1], greedy(3)))
+        scheduler = engine.core.scheduler
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks - 1
+
+
+async def test_abort_ends_the_stream(embedded_dir: Path) -> None:
+    """`abort` gives the caller a last output with finish reason "abort"."""
+    async with fake_engine(embedded_dir) as engine:
+        stream = engine.generate([1], greedy(1000), request_id="x")
+        await anext(stream)
+        engine.abort("x")
+        assert (await last(stream)).outputs[0].finish_reason == "abort"
+        engine.abort("x")
+
+
+async def test_plans_overlap_with_steps(embedded_dir: Path) -> None:
+    """With overlap a second plan is queued while the first runs; without, never."""
+    for overlap, most in ((True, 2), (False, 1)):
+        executor = FakeExecutor()
+        async with fake_engine(embedded_dir, executor, async_scheduling=overlap) as engine:
+            await last(engine.generate([1], greedy()))
+        assert executor.max_in_flight == most
+
+
+async def test_bad_requests_name_field_and_value(embedded_dir: Path) -> None:
+    """Each kind of bad request has its own error, and the engine goes on serving."""
+    async with fake_engine(embedded_dir, max_model_len=100) as engine:
+        cases: list[tuple[Any, SamplingParams, type[Exception], str]] = [
+            ("", greedy(), errors.EmptyPromptError, "prompt must have at least one token, got []"),
+            ([], greedy(), errors.EmptyPromptError, "prompt"),
+            ([1, 99999], greedy(), errors.TokenIdError, "prompt_token_ids.*got 99999"),
+            ([-1], greedy(), errors.TokenIdError, "prompt_token_ids.*got -1"),
+            ([True], greedy(), errors.TokenIdError, "got True"),
+            ([1] * 100, greedy(), errors.PromptTooLongError, "prompt length.*100 tokens.*got 100"),
+            ({"promt": "x"}, greedy(), errors.RequestError, "promt"),
+            (7, greedy(), errors.RequestError, "got 7"),
+            ([1], greedy(stop_token_ids=[VOCAB]), errors.TokenIdError, "stop_token_ids.*49152"),
+            ([1], greedy(logprobs=21), errors.RequestError, "logprobs.*max_logprobs.*got 21"),
+        ]
+        for prompt, params, error, text in cases:
+            with pytest.raises(error, match=text.replace("[", r"\[").replace("]", r"\]")):
+                await last(engine.generate(prompt, params))
+        stream = engine.generate([1], greedy(50), request_id="same")
+        await anext(stream)
+        with pytest.raises(errors.DuplicateRequestError, match="request_id.*'same'"):
+            await last(engine.generate([1], greedy(), request_id="same"))
+        assert (await last(stream)).outputs[0].finish_reason == "length"
+
+
+async def test_a_prompt_that_never_fits_the_pool_is_refused(embedded_dir: Path) -> None:
+    """With an automatic context, a prompt the model could take but the pool cannot is told so."""
+    async with fake_engine(embedded_dir, FakeExecutor(num_blocks=5)) as engine:
+        assert engine.core.max_model_len == 64
+        with pytest.raises(errors.RequestTooLargeError, match="KV cache.*64 tokens.*got 64"):
+            await last(engine.generate([1] * 64, greedy()))
+        output = await last(engine.generate([1] * 63, greedy()))
+        assert len(output.outputs[0].token_ids) == 1
+
+
+async def test_a_context_that_does_not_fit_the_pool_is_a_config_error(embedded_dir: Path) -> None:
+    """A `max_model_len` that was asked for must fit the pool."""
+    with pytest.raises(errors.ConfigError, match="max_model_len.*got 65"):
+        async with fake_engine(embedded_dir, FakeExecutor(num_blocks=5), max_model_len=65):
+            pass
+
+
+async def test_generate_after_shutdown(embedded_dir: Path) -> None:
+    """A closed engine says so; shutdown aborts what runs and may be called twice."""
+    async with fake_engine(embedded_dir) as engine:
+        stream = engine.generate([1], greedy(1000))
+        await anext(stream)
+        await engine.shutdown()
+        assert (await last(stream)).outputs[0].finish_reason == "abort"
+        with pytest.raises(errors.EngineClosedError):
+            await last(engine.generate([1]))
+
+
+async def test_drain_lets_requests_end(embedded_dir: Path) -> None:
+    """`shutdown(drain_s)` refuses new requests and waits for those that run."""
+    async with fake_engine(embedded_dir) as engine:
+        stream = engine.generate([1], greedy(50))
+        await anext(stream)
+        closing = asyncio.create_task(engine.shutdown(drain_s=60))
+        assert (await last(stream)).outputs[0].finish_reason == "length"
+        await closing
+
+
+async def test_worker_deaths_do_not_show_in_the_streams(embedded_dir: Path) -> None:
+    """Streams go on with the same tokens over five deaths of the worker, one end each."""
+    rng = random.Random(0)
+    executor = FakeExecutor()
+    executor.kills = lambda plan, model: len(executor.generations) < 6 and rng.random() < 0.1
+    prompts = [[i] * (1 + 3 * i) for i in range(32)]
+    async with fake_engine(embedded_dir, executor, max_num_batched_tokens=64) as engine:
+        outputs = await asyncio.gather(
+            *(last(engine.generate(prompt, greedy(30))) for prompt in prompts)
+        )
+    assert executor.generations == list(range(6))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected_output(prompt, 30, VOCAB)
+
+
+async def test_a_poisonous_request_fails_alone(embedded_dir: Path) -> None:
+    """A request that kills every worker it meets ends with an error; the others never notice."""
+    executor = FakeExecutor()
+    executor.kills = lambda plan, model: any(
+        set(new.token_ids) == set(b"\x42\x00") for new in plan.new_rows
+    )
+    async with fake_engine(embedded_dir, executor) as engine:
+        prompts = [[i] * 9 for i in range(7)] + [[0x42] * 9]
+        outputs = await asyncio.gather(*(last(engine.generate(p, greedy())) for p in prompts))
+    reasons = [o.outputs[0].finish_reason for o in outputs]
+    assert reasons == ["length"] * 7 + ["error"]
+    assert "worker" in str(outputs[-1].outputs[0].stop_reason)
+
+
+async def test_an_engine_that_cannot_restart_is_dead(embedded_dir: Path) -> None:
+    """When the workers do not come back every caller gets EngineDead, and so do later ones."""
+    executor = FakeExecutor()
+    executor.kills = lambda plan, model: True
+    async with fake_engine(embedded_dir, executor) as engine:
+        start = executor.start
+
+        async def fails(*args: Any) -> Any:
+            raise errors.ModelError("the weights are gone")
+
+        executor.start = fails  # type: ignore[method-assign]
+        with pytest.raises(errors.EngineDead, match="the weights are gone"):
+            await last(engine.generate([1]))
+        with pytest.raises(errors.EngineDead):
+            await last(engine.generate([1]))
+        executor.start = start  # type: ignore[method-assign]
+
+
+async def test_row_that_is_not_finite_fails_alone(embedded_dir: Path) -> None:
+    """The request of a failed row ends with an error; its neighbour goes on."""
+    executor = FakeExecutor()
+    executor.fails = lambda tokens: tokens[:2] == [13, 13]
+    async with fake_engine(embedded_dir, executor) as engine:
+        bad, good = await asyncio.gather(
+            last(engine.generate([13, 13, 13], greedy())), last(engine.generate([1], greedy()))
+        )
+    assert bad.outputs[0].finish_reason == "error"
+    assert "finite" in str(bad.outputs[0].stop_reason)
+    assert good.outputs[0].finish_reason == "length"
+
+
+async def test_random_callers_leave_nothing_behind(embedded_dir: Path) -> None:
+    """300 callers that finish, leave or abort: every one gets its end and all blocks come back."""
+    rng = random.Random(1)
+    executor = FakeExecutor(num_blocks=60)
+
+    async def caller(number: int, engine: AsyncEngine) -> str:
+        await asyncio.sleep(rng.random() / 5)
+        prompt = [rng.randrange(3)] * rng.randrange(1, 100)
+        length = rng.randrange(1, 40)
+        stream = engine.generate(prompt, greedy(length), request_id=str(number))
+        fate = rng.choice(["read", "read", "leave", "abort"])
+        async for output in stream:
+            if fate == "leave" and rng.random() < 0.2:
+                await stream.aclose()
+                return "left"
+            if fate == "abort" and rng.random() < 0.2:
+                engine.abort(str(number))
+            if output.finished:
+                answer = output.outputs[0]
+                expected = expected_output(prompt, length, VOCAB)[: len(answer.token_ids)]
+                assert answer.token_ids == expected
+                return str(answer.finish_reason)
+        raise AssertionError("a stream ended without an end")
+
+    async with fake_engine(embedded_dir, executor, max_num_seqs=16) as engine:
+        ends = await asyncio.gather(*(caller(n, engine) for n in range(300)))
+        scheduler = engine.core.scheduler
+        while scheduler.in_flight:
+            await asyncio.sleep(0)
+        scheduler.blocks.check_integrity()
+        assert scheduler.blocks.num_free == 59
+        assert scheduler.stats.num_preemptions > 0
+    assert {"left", "length", "abort"} <= set(ends)
+
+
+async def test_an_idle_engine_does_nothing(embedded_dir: Path) -> None:
+    """Without requests no plan is sent and the supervisor waits."""
+    executor = FakeExecutor()
+    async with fake_engine(embedded_dir, executor) as engine:
+        await last(engine.generate([1], greedy(2)))
+        sent = len(executor.plans)
+        await asyncio.sleep(0.05)
+        assert len(executor.plans) == sent
+
+
+async def test_finished_requests_are_logged_in_a_line(
+    embedded_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One INFO line per finished request names its end, sizes and latencies."""
+    with caplog.at_level(logging.INFO, logger="minivllm"):
+        async with fake_engine(embedded_dir) as engine:
+            await last(engine.generate([1, 2, 3], greedy(4), request_id="abc"))
+    lines = [r.getMessage() for r in caplog.records if "abc" in r.getMessage()]
+    assert len(lines) == 1
+    for part in ("length", "queue", "3 tokens (0 cached)", "output 4", "TTFT", "ITL"):
+        assert part in lines[0]
+
+
+async def test_the_last_plans_are_kept_when_a_worker_dies(
+    embedded_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A death is logged with the file that holds the last plans."""
+    executor = FakeExecutor()
+    executor.kills = lambda plan, model: len(executor.generations) == 1 and plan.step == 3
+    async with fake_engine(embedded_dir, executor) as engine:
+        await last(engine.generate([1, 2, 3], greedy(9)))
+    message = next(r.getMessage() for r in caplog.records if "last plans" in r.getMessage())
+    file = Path(message.split("the last plans are in ")[1].split(";")[0])
+    assert len(file.read_text().splitlines()) >= 4
+    file.unlink()
