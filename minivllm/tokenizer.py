@@ -93,9 +93,9 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         known_special = {token.content for token in added.values() if token.special}
-        named = [*named_tokens.values(), *extra_special_tokens]
+        unknown_special = {*named_tokens.values(), *extra_special_tokens} - known_special
         backend.add_special_tokens(
-            [name for name in named if name not in known_special and backend.token_to_id(name)]
+            [name for name in sorted(unknown_special) if backend.token_to_id(name) is not None]
         )
         self._backend = backend
         self._bytes = _vocabulary_bytes(backend, model_vocab_size)
@@ -134,8 +134,8 @@ class Tokenizer:
         legacy = _read_json(path / "special_tokens_map.json")
         model = _read_json(path / "config.json")
         specials = legacy | {name: value for name, value in config.items() if value is not None}
-        extras = [token for name in _TOKEN_LISTS for token in _as_list(specials.get(name))]
         try:
+            extras = [token for name in _TOKEN_LISTS for token in _as_list(specials.get(name))]
             return cls(
                 backend,
                 named_tokens={
@@ -149,6 +149,9 @@ class Tokenizer:
             )
         except ModelError as error:
             raise ModelError(f"tokenizer in {path}: {error}") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            rule = "has settings of an unknown form"
+            raise ModelError(f"tokenizer in {path} {rule}: {error!r}") from error
 
     def __len__(self) -> int:
         """Ids run from 0 to `len - 1`; some of them may stand for nothing."""
@@ -168,9 +171,11 @@ class Tokenizer:
         Raises: `RequestError` for what is not Unicode text.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: half the time of `encode`, which also maps tokens to their characters.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # a lone surrogate, which JSON can carry, is not text either
             raise RequestError("prompt", text, "must be valid Unicode text") from error
+        ids: list[int] = batch[0].ids
         return self._prefix_ids + ids[self._dropped_len :] if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -188,7 +193,7 @@ class Tokenizer:
         Raises: `TokenIdError` for an id outside the vocabulary.
         """
         if not 0 <= token_id < len(self._bytes):
-            raise TokenIdError("token_ids", token_id, f"must be less than {len(self._bytes)}")
+            raise TokenIdError("token_ids", token_id, f"must be in 0..{len(self._bytes) - 1}")
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
@@ -459,9 +464,7 @@ def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
 
 def _read_templates(path: Path, configured: Any) -> dict[str, str]:
     """Templates by name. Files of their own replace the ones in `tokenizer_config.json`."""
-    files = {
-        file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))
-    }
+    files = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"
     if files:
@@ -497,7 +500,8 @@ def _compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]
 class _Generation(Extension):
     """`{% generation %}` marks the model's own words for training; here it only groups."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    # jinja2 means a class variable, but declares it as any object's own.
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

@@ -371,6 +371,16 @@ def test_other_rope_divisors_are_refused(tmp_path: Path) -> None:
         convert(tmp_path, tensors={"rope_freqs.weight": divisors})
 
 
+def test_two_scalings_are_refused(tmp_path: Path) -> None:
+    """Divisors beside another scaling would count twice."""
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3's scaling alone"):
+        convert(
+            tmp_path,
+            metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+            tensors={"rope_freqs.weight": np.ones(HEAD_DIM // 2, np.float32)},
+        )
+
+
 def test_ends_of_turns_end_generations(tmp_path: Path) -> None:
     """An end-of-turn token is an end of generation beside the end-of-text token."""
     path = convert(tmp_path, metadata={"tokenizer.ggml.eot_token_id": 7})
@@ -529,6 +539,17 @@ def test_sentencepiece_without_a_leading_space(tmp_path: Path) -> None:
     encoded = backend.encode("a a")
     assert encoded.tokens == ["a", "▁a"]
     assert backend.decode(encoded.ids) == "a a"
+
+
+def test_sentencepiece_without_bytes(tmp_path: Path) -> None:
+    """Where there are no byte tokens, neighbours that no piece covers become one unknown token."""
+    vocabulary = sentencepiece({"▁": -3.0, "a": -4.0})
+    for key in ("tokens", "token_type", "scores"):
+        values = vocabulary[f"tokenizer.ggml.{key}"]
+        vocabulary[f"tokenizer.ggml.{key}"] = values[: len(SPECIALS)] + values[-2:]
+    path = convert(tmp_path, vocabulary=vocabulary)
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    assert backend.encode("aéüa").tokens == ["<bos>", "▁", "a", "<unk>", "a"]
 
 
 def test_sentencepiece_text_comes_back(tmp_path: Path) -> None:

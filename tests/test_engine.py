@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 from collections.abc import AsyncIterator
@@ -30,11 +31,8 @@ async def fake_engine(
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    output = None
-    async for output in stream:
-        pass
-    assert output is not None
-    return output
+    outputs = [output async for output in stream]
+    return outputs[-1]
 
 
 def greedy(max_tokens: int = 8, **changes: Any) -> SamplingParams:
@@ -47,7 +45,7 @@ async def test_outputs_grow_to_the_whole(embedded_dir: Path) -> None:
         outputs = [o async for o in engine.generate([1, 2, 3], greedy())]
     ids = [o.outputs[0].token_ids for o in outputs]
     assert ids[-1] == expected_output([1, 2, 3], 8, VOCAB)
-    assert all(b[: len(a)] == a for a, b in zip(ids, ids[1:], strict=False))
+    assert all(b[: len(a)] == a for a, b in itertools.pairwise(ids))
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     assert outputs[-1].outputs[0].finish_reason == "length"
 
@@ -126,7 +124,7 @@ async def test_bad_requests_name_field_and_value(embedded_dir: Path) -> None:
                 await last(engine.generate(prompt, params))
         stream = engine.generate([1], greedy(50), request_id="same")
         await anext(stream)
-        with pytest.raises(errors.DuplicateRequestError, match="request_id.*'same'"):
+        with pytest.raises(errors.DuplicateRequestError, match=r"request_id.*'same'"):
             await last(engine.generate([1], greedy(), request_id="same"))
         assert (await last(stream)).outputs[0].finish_reason == "length"
 
@@ -135,7 +133,7 @@ async def test_a_prompt_that_never_fits_the_pool_is_refused(embedded_dir: Path) 
     """With an automatic context, a prompt the model could take but the pool cannot is told so."""
     async with fake_engine(embedded_dir, FakeExecutor(num_blocks=5)) as engine:
         assert engine.core.max_model_len == 64
-        with pytest.raises(errors.RequestTooLargeError, match="KV cache.*64 tokens.*got 64"):
+        with pytest.raises(errors.RequestTooLargeError, match=r"KV cache.*64 tokens.*got 64"):
             await last(engine.generate([1] * 64, greedy()))
         output = await last(engine.generate([1] * 63, greedy()))
         assert len(output.outputs[0].token_ids) == 1
@@ -143,7 +141,7 @@ async def test_a_prompt_that_never_fits_the_pool_is_refused(embedded_dir: Path) 
 
 async def test_a_context_that_does_not_fit_the_pool_is_a_config_error(embedded_dir: Path) -> None:
     """A `max_model_len` that was asked for must fit the pool."""
-    with pytest.raises(errors.ConfigError, match="max_model_len.*got 65"):
+    with pytest.raises(errors.ConfigError, match=r"max_model_len.*got 65"):
         async with fake_engine(embedded_dir, FakeExecutor(num_blocks=5), max_model_len=65):
             pass
 
@@ -232,11 +230,11 @@ async def test_row_that_is_not_finite_fails_alone(embedded_dir: Path) -> None:
 async def test_random_callers_leave_nothing_behind(embedded_dir: Path) -> None:
     """300 callers that finish, leave or abort: every one gets its end and all blocks come back."""
     rng = random.Random(1)
-    executor = FakeExecutor(num_blocks=60)
+    executor = FakeExecutor(num_blocks=20)
 
     async def caller(number: int, engine: AsyncEngine) -> str:
         await asyncio.sleep(rng.random() / 5)
-        prompt = [rng.randrange(3)] * rng.randrange(1, 100)
+        prompt = [rng.randrange(50)] * rng.randrange(1, 100)
         length = rng.randrange(1, 40)
         stream = engine.generate(prompt, greedy(length), request_id=str(number))
         fate = rng.choice(["read", "read", "leave", "abort"])
@@ -256,10 +254,9 @@ async def test_random_callers_leave_nothing_behind(embedded_dir: Path) -> None:
     async with fake_engine(embedded_dir, executor, max_num_seqs=16) as engine:
         ends = await asyncio.gather(*(caller(n, engine) for n in range(300)))
         scheduler = engine.core.scheduler
-        while scheduler.in_flight:
-            await asyncio.sleep(0)
+        await last(engine.generate([1], greedy(3)))  # every plan before it has been applied
         scheduler.blocks.check_integrity()
-        assert scheduler.blocks.num_free == 59
+        assert scheduler.blocks.num_free == 19
         assert scheduler.stats.num_preemptions > 0
     assert {"left", "length", "abort"} <= set(ends)
 
@@ -296,6 +293,9 @@ async def test_the_last_plans_are_kept_when_a_worker_dies(
     async with fake_engine(embedded_dir, executor) as engine:
         await last(engine.generate([1, 2, 3], greedy(9)))
     message = next(r.getMessage() for r in caplog.records if "last plans" in r.getMessage())
-    file = Path(message.split("the last plans are in ")[1].split(";")[0])
+    check_dump(Path(message.split("the last plans are in ")[1].split(";")[0]))
+
+
+def check_dump(file: Path) -> None:
     assert len(file.read_text().splitlines()) >= 4
     file.unlink()
