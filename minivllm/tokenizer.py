@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -503,10 +504,10 @@ class _Generation(Extension):
     # jinja2 means a class variable, but declares it as any object's own.
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
-    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        return nodes.Scope(body, lineno=line)
 
 
 def _to_json(
