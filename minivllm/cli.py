@@ -13,12 +13,14 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from minivllm.channel import WORKER_ENV
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine
 from minivllm.errors import MinivllmError
@@ -34,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    for name, value in WORKER_ENV.items():
+        os.environ.setdefault(name, value)  # torch, which reads it, is not loaded yet
     try:
         status: int = args.run(args)
         return status
-    except MinivllmError as error:
+    except (MinivllmError, OSError) as error:  # OSError: a file that a flag names
         print(f"minivllm: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -49,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("minivllm"))
     commands = parser.add_subparsers(dest="command", required=True)
 
-    generate = commands.add_parser("generate", help="complete prompts")
+    # resolve: --seed is a field of both groups; the one flag sets both
+    generate = commands.add_parser("generate", help="complete prompts", conflict_handler="resolve")
     generate.add_argument("prompts", nargs="*", help="without any: lines of --file or stdin")
     generate.add_argument("--file", type=Path, help="a file with one prompt per line")
     generate.add_argument("--json", action="store_true", help="one JSON object per prompt")

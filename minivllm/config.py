@@ -138,7 +138,7 @@ class EngineConfig:
         2048
         """
         value = self.max_model_len
-        if value in (None, -1, "auto"):
+        if value in (None, -1, "-1", "auto"):
             return None
         if isinstance(value, str):
             match = re.fullmatch(r"(\d+)([kK]?)", value)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from minivllm.channel import Executor
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine, Prompt
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, EngineClosedError
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.tokenizer import Tokenizer
 
@@ -80,8 +80,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
-        Raises: a `RequestError` for the first prompt that is wrong; the others are aborted
+        Raises: a `RequestError` for the first prompt that is wrong, the others are aborted;
+                `EngineClosedError`
         """
+        if self._loop.is_closed():
+            raise EngineClosedError("the LLM was shut down")
         items: list[Any]
         if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
             items = [prompts]

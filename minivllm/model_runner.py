@@ -103,6 +103,7 @@ class ModelRunner:
                 group=Group(),
             ),
         )
+        self._timed("pack", self._model.pack)
         model = self._model.config
         block_bytes = kv_block_bytes(
             num_layers=model.num_layers,

@@ -38,6 +38,8 @@ from minivllm.layers import (
     RMSNorm,
     RowLinear,
     empty_parameter,
+    linear,
+    pack,
     rope_frequencies,
     rope_table,
     split_qkv,
@@ -208,7 +210,15 @@ class Decoder(nn.Module):
 
         Shapes: hidden [S, E]; out [S, V] float32
         """
-        return F.linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
+
+    def pack(self) -> None:
+        """Lay the filled weights out for speed (`layers.pack`), one at a time, so that it takes the
+        memory of one more. A tied head gets a layout of its own: the embedding is read by rows."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight = pack(module.weight)
+        self.head = pack(self.head)
 
 
 # ------------------------------------------------------------------------------- architectures

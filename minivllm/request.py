@@ -18,11 +18,10 @@ never changes again. Where blocks are freed: `scheduler`. How text is cut at a s
 from __future__ import annotations
 
 import enum
-import math
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from minivllm.errors import RequestError
@@ -90,7 +89,7 @@ class SamplingParams:
 def _check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(name, value, rule)
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN is not either
         raise RequestError(name, value, rule)
 
 
@@ -262,6 +261,6 @@ class Request:
             prompt_token_ids=self.tokens[: self.prompt_len].tolist(),
             outputs=[completion],
             finished=self.finished,
-            metrics=self.stats,
+            metrics=replace(self.stats),
             num_cached_tokens=self.stats.num_cached_tokens,
         )

@@ -16,7 +16,7 @@ os.environ["NUMBA_NUM_THREADS"] = str(min(2, os.cpu_count() or 1))
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests run several processes with threads of their own on few cores: threads that spin while they
 # wait would take the cores from those that have work.
-os.environ["OMP_WAIT_POLICY"] = "passive"
+os.environ["GOMP_SPINCOUNT"] = "1000"
 
 # A deadline per example would measure how busy the machine is.
 hypothesis.settings.register_profile("minivllm", deadline=None)

@@ -12,6 +12,8 @@ from minivllm.errors import ModelError
 from minivllm.layers import (
     GatedMLP,
     RowLinear,
+    linear,
+    pack,
     rms_norm,
     rms_norm_torch,
     rope_frequencies,
@@ -37,6 +39,33 @@ def test_rms_norm_equals_transformers(num_tokens, size):
         torch.testing.assert_close(
             form(x, oracle.weight, eps=1e-5), oracle(x), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(40.0)])
+def test_a_packed_weight_multiplies_like_a_plain_one(bias):
+    """`pack` changes how a weight is laid out and not what `linear` computes with it."""
+    x, weight = torch.randn(0, 72), torch.randn(40, 72)
+    packed = pack(weight)
+    assert packed.is_mkldnn
+    assert linear(x, packed, bias).shape == (0, 40)
+    for num_tokens in (1, 3, 65):
+        x = torch.randn(num_tokens, 72)
+        torch.testing.assert_close(linear(x, packed, bias), F.linear(x, weight, bias))
+
+
+def test_a_packed_weight_gives_a_token_the_same_bits_in_any_step():
+    """A token's result with a packed weight does not depend on the number of tokens beside it."""
+    packed = pack(torch.randn(960, 576))
+    x = torch.randn(300, 576)
+    whole = linear(x, packed)
+    for num_tokens in (1, 2, 5, 32, 33, 100):
+        assert torch.equal(linear(x[:num_tokens], packed), whole[:num_tokens])
+
+
+def test_half_precision_weights_stay_as_they_are():
+    """Only float32 weights have a packed layout."""
+    weight = torch.randn(8, 8, dtype=torch.bfloat16)
+    assert pack(weight).data_ptr() == weight.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

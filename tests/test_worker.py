@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ def params(number: int, max_tokens: int) -> SamplingParams:
     )
 
 
-async def streams(engine: AsyncEngine, count: int, num_out: int) -> tuple[list[list[int]], float]:
-    """The tokens of `count` streams, and the longest pause between two outputs of any of them."""
+async def streams(
+    engine: AsyncEngine, numbers: Iterable[int], num_out: int, prompt_len: int = 32
+) -> tuple[list[list[int]], float]:
+    """The tokens of each stream, and the longest pause between two outputs of any of them."""
     pauses = [0.0]
 
     async def one(number: int) -> list[int]:
-        prompt = [100 + 7 * number + i for i in range(32)]
+        prompt = [100 + 7 * number + i for i in range(prompt_len)]
         last_s = last = None
         async for output in engine.generate(prompt, params(number, num_out)):
             now_s = time.monotonic()
@@ -45,7 +48,7 @@ async def streams(engine: AsyncEngine, count: int, num_out: int) -> tuple[list[l
         assert last.finish_reason == "length"
         return last.token_ids
 
-    return await asyncio.gather(*(one(n) for n in range(count))), max(pauses)
+    return await asyncio.gather(*(one(n) for n in numbers)), max(pauses)
 
 
 async def disturb(sent: int, count: int, num_out: int, times: int, **config: Any) -> None:
@@ -54,12 +57,12 @@ async def disturb(sent: int, count: int, num_out: int, times: int, **config: Any
     executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0))
     async with AsyncEngine(EngineConfig(**SMALL | config), executor=executor) as engine:
         start_s = time.monotonic()
-        expected, calm = await streams(engine, count, num_out)
+        expected, calm = await streams(engine, range(count), num_out)
         run_s = time.monotonic() - start_s
         for _ in range(times):
             engine.reset_prefix_cache()
             generation = engine.core.scheduler.generation
-            run = asyncio.create_task(streams(engine, count, num_out))
+            run = asyncio.create_task(streams(engine, range(count), num_out))
             await asyncio.sleep(run_s * rng.uniform(0.1, 0.8))
             assert executor.pid is not None
             os.kill(executor.pid, sent)
@@ -91,7 +94,7 @@ async def test_a_worker_that_dies_idle_is_replaced(embedded_dir: Path) -> None:
     async with AsyncEngine(settings, executor=executor) as engine:
         assert executor.pid is not None
         os.kill(executor.pid, signal.SIGKILL)
-        tokens, _ = await streams(engine, 1, 4)
+        tokens, _ = await streams(engine, [0], 4)
         assert len(tokens[0]) == 4
         assert engine.core.scheduler.generation == 1
 
@@ -105,9 +108,7 @@ async def test_weights_that_cannot_be_loaded_have_their_own_errors(
         (tmp_path / name).write_bytes((embedded_dir / name).read_bytes())
     data = (embedded_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    settings = EngineConfig(
-        model=str(tmp_path), distributed_executor_backend=backend, **SMALL
-    )
+    settings = EngineConfig(model=str(tmp_path), distributed_executor_backend=backend, **SMALL)
     with pytest.raises(errors.CorruptFileError, match=r"model\.safetensors"):
         await AsyncEngine(settings).start()
     config = (tmp_path / "config.json").read_text()
@@ -123,7 +124,7 @@ async def test_a_recording_replays_to_the_same_tokens(embedded_dir: Path, tmp_pa
         model=str(embedded_dir), distributed_executor_backend="inline", record=str(file), **SMALL
     )
     async with AsyncEngine(settings) as engine:
-        await streams(engine, 4, 8)
+        await streams(engine, range(4), 8)
     num_steps, num_different = await asyncio.to_thread(replay, file)
     assert num_steps >= 8
     assert num_different == 0
@@ -131,20 +132,24 @@ async def test_a_recording_replays_to_the_same_tokens(embedded_dir: Path, tmp_pa
 
 async def test_a_seed_gives_the_same_tokens_anywhere(embedded_dir: Path) -> None:
     """A seeded request has the same tokens alone, in a batch of 32, preempted, in a process."""
+    size = {"model": str(embedded_dir), "block_size": 2, "max_model_len": 16}
     results = []
-    for config in (
-        {"distributed_executor_backend": "inline"},
-        {"distributed_executor_backend": "mp"},
-        {"distributed_executor_backend": "inline", "num_gpu_blocks_override": 33, "block_size": 2},
-    ):
-        settings = EngineConfig(model=str(embedded_dir), **SMALL | {"max_model_len": 60} | config)
+    for backend in ("inline", "mp"):
+        settings = EngineConfig(distributed_executor_backend=backend, **SMALL | size)
         async with AsyncEngine(settings) as engine:
-            alone = await streams(engine, 2, 12)
-            crowd = await streams(engine, 32, 12)
-            if "num_gpu_blocks_override" in config:
-                assert engine.core.scheduler.stats.num_preemptions > 0
-        results += [alone[0], crowd[0][:2]]
-    assert all(result == results[0] for result in results)
+            stats = engine.core.scheduler.stats
+            results += (await streams(engine, [1], 8, prompt_len=8))[0]
+            num_steps = stats.num_steps
+            results.append((await streams(engine, range(32), 8, prompt_len=8))[0][1])
+            assert stats.num_steps - num_steps < 2 * 8  # else they did not run as one batch
+            assert stats.num_preemptions == 0
+    # Blocks for both prompts and five tokens: the younger request, 1, has to give way.
+    tight = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False}
+    settings = EngineConfig(distributed_executor_backend="inline", **SMALL | size | tight)
+    async with AsyncEngine(settings) as engine:
+        results.append((await streams(engine, [0, 1], 8, prompt_len=8))[0][1])
+        assert engine.core.scheduler.stats.num_preemptions > 0
+    assert results == [results[0]] * 5
 
 
 PARENT = """

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from minivllm.config import EngineConfig, SchedulerConfig
+from minivllm.errors import ConfigError, UnknownConfigKeyError
+
+BAD: dict[str, list[Any]] = {
+    "dtype": ["float64", "", "FLOAT32", None, 32],
+    "max_model_len": ["32kb", "k", "", "1.5k", "-2", " 32k", 1, 0, -2, True, 4096.0, [4096]],
+    "block_size": [0, -16, 16.0, "16", None, True],
+    "max_num_batched_tokens": [0, -1, 2048.0, "2k", None, True],
+    "max_num_seqs": [0, -1, 1.5, "256", None, True],
+    "long_prefill_token_threshold": [-1, 0.5, "0", None, False],
+    "kv_cache_memory_bytes": [0, -1, 1e9, "1GiB", True],
+    "num_gpu_blocks_override": [1, 0, -1, 2.0, "100", True],
+    "distributed_executor_backend": ["ray", "", "MP", 1],
+    "worker_lease_s": [0, -1, -0.5, math.inf, math.nan, "5", None, True],
+    "seed": [-1, 0.0, "0", None, True],
+    "max_logprobs": [-1, 20.0, "20", None, True],
+}
+GOOD: dict[str, list[Any]] = {
+    "dtype": ["auto", "float32", "float16", "bfloat16"],
+    "max_model_len": [None, -1, "-1", "auto", "32k", "32K", "4096", "2", 2],
+    "block_size": [1, 256],
+    "max_num_batched_tokens": [1],
+    "max_num_seqs": [1],
+    "long_prefill_token_threshold": [0, 512],
+    "kv_cache_memory_bytes": [None, 1],
+    "num_gpu_blocks_override": [None, 2],
+    "distributed_executor_backend": [None, "inline", "mp"],
+    "worker_lease_s": [0.001, 5, 5.5],
+    "seed": [0, 2**64],
+    "max_logprobs": [0, 49152],
+}
+ANYTHING_GOES = {"model", "revision", "enable_prefix_caching", "async_scheduling", "record"}
+
+
+def each(table: dict[str, list[Any]]) -> pytest.MarkDecorator:
+    cases = [pytest.param(n, v, id=f"{n}={v!r}") for n, values in table.items() for v in values]
+    return pytest.mark.parametrize(("name", "value"), cases)
+
+
+@each(BAD)
+def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+    """A value out of range raises an error that carries and shows the field and the value."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    assert type(caught.value) is ConfigError
+    assert caught.value.field == name
+    assert caught.value.value is value
+    assert str(caught.value).startswith(f"{name} must be ")
+    assert str(caught.value).endswith(f", got {value!r}")
+
+
+@each(GOOD)
+def test_an_edge_value_is_taken(name: str, value: Any) -> None:
+    """The last values inside each range are kept as they were given."""
+    assert getattr(EngineConfig(**{name: value}), name) is value
+
+
+def test_every_setting_is_in_the_tables() -> None:
+    """A new setting has to be given its bad and good values here."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names == BAD.keys() | ANYTHING_GOES
+    assert BAD.keys() == GOOD.keys()
+
+
+@pytest.mark.parametrize("value", ["0", "1", "0k"])
+def test_a_length_given_as_text_keeps_the_rule(value: str) -> None:
+    """A number in a string is held to the same least value as one without."""
+    with pytest.raises(ConfigError, match=r"^max_model_len must be an integer of at least 2, got "):
+        EngineConfig(max_model_len=value)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("max_model_length", "max_model_len"),
+        ("max_num_seq", "max_num_seqs"),
+        ("blocksize", "block_size"),
+        ("enable_prefix_cache", "enable_prefix_caching"),
+        ("dytpe", "dtype"),
+    ],
+)
+def test_an_unknown_key_is_told_the_nearest(key: str, near: str) -> None:
+    """A misspelt setting raises its own error, with the name that was meant."""
+    with pytest.raises(UnknownConfigKeyError) as caught:
+        EngineConfig.from_kwargs(dtype="float32", **{key: 7})
+    assert str(caught.value) == f"{key} is not a setting; did you mean {near!r}?, got 7"
+    assert (caught.value.field, caught.value.value) == (key, 7)
+
+
+def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
+    """A key that resembles no setting is refused without a suggestion."""
+    with pytest.raises(UnknownConfigKeyError, match=r"^zzzz is not a setting, got 'x'$"):
+        EngineConfig.from_kwargs(zzzz="x")
+
+
+def test_known_keys_make_the_same_config() -> None:
+    """`from_kwargs` with good keys is the constructor."""
+    made = EngineConfig.from_kwargs(block_size=4, max_model_len="1k")
+    assert made == EngineConfig(block_size=4, max_model_len="1k")
+
+
+def test_configs_cannot_be_changed() -> None:
+    """Neither what the user set nor what was made of it can be written to."""
+    config = EngineConfig()
+    for one in (config, *config.resolve(model_path="m", model_max_len=100)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            one.block_size = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("32k", 32768),
+        ("32K", 32768),
+        ("2k", 2048),
+        ("4096", 4096),
+        (4096, 4096),
+        (40000, 40000),
+        (None, 40000),
+        (-1, 40000),
+        ("-1", 40000),
+        ("auto", 40000),
+    ],
+    ids=repr,
+)
+def test_resolve_makes_a_number_of_the_length(value: Any, expected: int) -> None:
+    """Text, numbers and every spelling of auto become tokens, the same on both sides."""
+    sides = EngineConfig(max_model_len=value).resolve(model_path="m", model_max_len=40000)
+    assert [side.max_model_len for side in sides] == [expected, expected]
+
+
+@pytest.mark.parametrize("value", [2049, "3k"])
+def test_resolve_refuses_more_than_the_model_was_made_for(value: Any) -> None:
+    """A length above the model's own is an error that shows what was asked and what there is."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_model_len=value).resolve(model_path="m", model_max_len=2048)
+    expected = f"max_model_len must be at most the model's 2048 tokens, got {value!r}"
+    assert str(caught.value) == expected
+
+
+def test_resolve_hands_every_setting_to_its_side() -> None:
+    """Each field of the two groups has the value that was set, under its own name."""
+    config = EngineConfig(
+        dtype="bfloat16",
+        max_model_len=300,
+        block_size=8,
+        max_num_batched_tokens=77,
+        max_num_seqs=5,
+        long_prefill_token_threshold=33,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=12345,
+        num_gpu_blocks_override=99,
+    )
+    scheduler, worker = config.resolve(model_path="/some/dir", model_max_len=1000)
+    assert dataclasses.asdict(scheduler) == {
+        "block_size": 8,
+        "max_model_len": 300,
+        "max_num_batched_tokens": 77,
+        "max_num_seqs": 5,
+        "long_prefill_token_threshold": 33,
+        "enable_prefix_caching": False,
+    }
+    assert dataclasses.asdict(worker) == {
+        "model_path": "/some/dir",
+        "dtype": "bfloat16",
+        "block_size": 8,
+        "max_model_len": 300,
+        "max_num_batched_tokens": 77,
+        "max_num_seqs": 5,
+        "kv_cache_memory_bytes": 12345,
+        "num_blocks": 99,
+    }
+
+
+def fit(num_blocks: int, **config: Any) -> SchedulerConfig:
+    made = EngineConfig(**config)
+    scheduler, _ = made.resolve(model_path="m", model_max_len=2048)
+    return made.fit_pool(scheduler, num_blocks)
+
+
+@pytest.mark.parametrize("value", [None, -1, "auto"])
+def test_an_automatic_length_is_lowered_to_the_pool(value: Any) -> None:
+    """Auto becomes what the blocks hold, the null block not counted, and nothing else changes."""
+    lowered = fit(11, max_model_len=value)
+    assert lowered == dataclasses.replace(fit(1000), max_model_len=160)
+
+
+def test_a_pool_that_is_large_enough_changes_nothing() -> None:
+    """With exactly enough blocks for one request the length stays; with one fewer it does not."""
+    assert fit(129).max_model_len == 2048
+    assert fit(128).max_model_len == 2032
+
+
+def test_a_given_length_is_never_lowered() -> None:
+    """A given length that fits exactly is kept; one token more raises, with the pool's size."""
+    assert fit(11, max_model_len=160).max_model_len == 160
+    for value in (161, "1k"):
+        rule = r"^max_model_len must fit the KV cache of 160 tokens: .*kv_cache_memory_bytes, got "
+        with pytest.raises(ConfigError, match=rule) as caught:
+            fit(11, max_model_len=value)
+        assert caught.value.value == value
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 16), (0, 16), (2, 1)])
+def test_a_pool_without_room_for_two_tokens_is_refused(num_blocks: int, block_size: int) -> None:
+    """Auto does not go below a prompt token and a new one: the memory is what has to change."""
+    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes .*it gives {num_blocks}, got 9"):
+        fit(num_blocks, block_size=block_size, kv_cache_memory_bytes=9)
+    assert fit(num_blocks + 2, block_size=block_size).max_model_len >= 2
