@@ -19,7 +19,7 @@ test: lint  ## lint, then the tests that take seconds
 	@$(BIN)/pytest -q -m "$(DAILY)"
 
 test-all: lint  ## the same with the slow tests
-	@$(BIN)/pytest -q -m "not benchmark and not gpu"
+	@$(BIN)/pytest -q -m "not benchmark and not gpu" -o faulthandler_timeout=1200
 
 bench: $(STAMP)  ## measure; each run is stored as JSON under .benchmarks
 	@$(BIN)/pytest -q tests/bench -m benchmark --benchmark-autosave

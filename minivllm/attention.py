@@ -73,6 +73,9 @@ def allocate_kv_cache(
 ) -> list[LayerCache]:
     """A zeroed cache per layer. On a CPU the memory is only taken when a block is first written."""
     shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    if torch.device(device).type == "cpu":  # torch.zeros would write every page
+        pages = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        return [LayerCache(k, v) for k, v in pages.view(dtype).view(shape)]
     return [LayerCache(k, v) for k, v in torch.zeros(shape, dtype=dtype, device=device)]
 
 

@@ -4,6 +4,7 @@
     host <─ Ready | Failed ─────────────────── worker
     host ── StepPlan, StepPlan, ... ─────────> worker     one per step, in order
     host <─ StepResult, Failed, Beat, ... ──── worker
+    host ── LoadWeights | Sleep | ... ───────> worker     orders, each answered by Done
 
 The worker keeps a table of rows (tokens, block ids, sampling parameters), so a plan names a row in
 full only when it starts or restarts (`NewRow`); from then on only as differences: how many tokens
@@ -11,15 +12,79 @@ to compute and which blocks were added. The worker appends what it samples to it
 is why the host may plan step n+1 before it has seen the tokens of step n.
 
 Invariants: `step` rises by one within a `generation`, a worker refuses gaps; a result answers
-exactly one plan, its `tokens` in the order of the plan's sampling rows. No pickle, ever.
+exactly one plan, its `tokens` in the order of the plan's sampling rows; plans and orders are
+carried out, and answered, in the order in which they were sent. No pickle, ever.
 Framing and sockets: `channel`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from minivllm.config import WorkerConfig
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens a model may think for, and what opens and closes its thoughts."""
+
+    budget: int
+    start_ids: list[int]
+    end_ids: list[int]
+
+
+class SampleInputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How a row samples. Every id is inside the vocabulary; the defaults leave logits as they are.
+
+    What may be empty is checked once per row, so what a request does not use costs it nothing.
+    """
+
+    seed: int
+    child: int = 0
+    """Which of the samples of one request this is."""
+    prompt_len: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = []
+    allowed_token_ids: list[int] = []
+    """Nothing else is sampled; empty: no such limit."""
+    bad_words: list[list[tuple[int, int, int]]] = []
+    """A graph per word: (from byte, token id, to byte) for every token on a way to spell it."""
+    min_len: int = 0
+    """Tokens, prompt included, below which none of `end_ids` is sampled."""
+    end_ids: list[int] = []
+    forced_ids: list[int] = []
+    """The output's first tokens."""
+    thinking: Thinking | None = None
+    num_logprobs: int = -1
+    """-1: none; otherwise that many beside the sampled token's own."""
+    logprob_token_ids: list[int] = []
+    """Report these in place of the likeliest."""
+    num_prompt_logprobs: int = -1
+    processors: Any = ()
+    """Callables (output ids, logits [V]) -> logits [V]. They cannot leave their process."""
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed beyond what temperature and truncation do."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.min_len
+            or self.forced_ids
+            or self.thinking
+            or self.processors
+        )
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
@@ -30,13 +95,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """int32, all known tokens: prompt and, after a resume, output."""
     num_computed: int
     """Leading tokens whose KV is in the cache already."""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    num_logprobs: int
-    """-1: none; otherwise that many beside the sampled token's own."""
+    num_scored: int
+    """Leading prompt tokens whose log-probabilities the host has, or that have none (the first)."""
+    inputs: SampleInputs
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -55,12 +116,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The sampled token first, then the likeliest in falling order."""
+    """One token's position: that token first, then the likeliest in falling order, or those that
+    the request named."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the sampled token, from 1."""
+    """Rank of the first, from 1."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -72,8 +134,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """New tokens per sampling row of the plan, in its order."""
     logprobs: list[RowLogprobs | None]
     """Like `tokens`; empty when no row asked."""
-    failed: list[int]
-    """Indices into the plan's `rows` whose numbers were not finite: those requests fail alone."""
+    prompt_logprobs: list[tuple[int, list[RowLogprobs]]]
+    """(index into the plan's `rows`, the next prompt tokens' log-probabilities, in order)."""
+    failed: dict[int, str]
+    """Index into the plan's `rows` -> why it could not go on; those requests fail alone."""
     seconds: float
     """Time the worker spent in the step."""
 
@@ -114,10 +178,43 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Please exit."""
 
 
-HostMessage = Start | StepPlan | Stop
-WorkerMessage = Ready | StepResult | Failed | Beat
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Go on with other weights of the same shapes; if they cannot be loaded, with the old ones."""
+
+    path: str | None
+    """A directory of safetensors."""
+    tensors: Any = None
+    """Or tensors by their names in such files: Python objects, which stay in one process."""
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Give memory back: 1, the KV cache, with the weights moved to the host's memory; 2, the
+    weights too."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Take it again: an empty KV cache, and, after level 2, the weights of the start."""
+
+
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Begin to trace steps; without a directory, end and write the trace."""
+
+    directory: str | None
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """An order was carried out, or was not: an error by name and text (`errors.to_wire`)."""
+
+    error: tuple[str, str] | None
+
+
+Order = LoadWeights | Sleep | WakeUp | Profile
+HostMessage = Start | StepPlan | Stop | Order
+WorkerMessage = Ready | StepResult | Failed | Beat | Done
 
 encode = msgspec.msgpack.Encoder().encode
 decode_host_message = msgspec.msgpack.Decoder(HostMessage).decode
 decode_worker_message = msgspec.msgpack.Decoder(WorkerMessage).decode
-decode_record = msgspec.msgpack.Decoder(Start | StepPlan | StepResult).decode
+decode_record = msgspec.msgpack.Decoder(Start | StepPlan | StepResult | LoadWeights).decode

@@ -33,9 +33,9 @@ from collections.abc import Iterable
 NULL_BLOCK = 0
 
 
-def root_key(cache_salt: str = "") -> bytes:
+def root_key(cache_salt: str = "", weight_epoch: int = 0) -> bytes:
     """The key before a request's first block: what its KV depends on besides the tokens."""
-    return hashlib.sha256(b"salt:" + cache_salt.encode()).digest()
+    return hashlib.sha256(b"epoch:%d salt:" % weight_epoch + cache_salt.encode()).digest()
 
 
 def chain_key(parent: bytes, token_ids: array[int]) -> bytes:
@@ -54,10 +54,23 @@ def chain_key(parent: bytes, token_ids: array[int]) -> bytes:
 class _Table:
     """One request's blocks, and the keys of its full blocks as far as they have been hashed."""
 
-    __slots__ = ("block_ids", "keys", "num_registered", "root")
+    __slots__ = (
+        "block_ids",
+        "cache_salt",
+        "epoch",
+        "keys",
+        "num_exclusive",
+        "num_registered",
+        "serial",
+        "tokens",
+    )
 
-    def __init__(self, root: bytes) -> None:
-        self.root = root
+    def __init__(self, serial: int, tokens: array[int], cache_salt: str, epoch: int) -> None:
+        self.serial = serial
+        self.num_exclusive = 0  # of its blocks, those that no other table holds
+        self.tokens = tokens  # the request's own, which grow
+        self.cache_salt = cache_salt
+        self.epoch = epoch  # of the weights that the keys stand for
         self.block_ids: list[int] = []
         self.keys: list[bytes] = []
         self.num_registered = 0  # leading blocks whose keys are settled (hit or registered)
@@ -74,6 +87,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[str, _Table] = {}
+        self._by_serial: dict[int, _Table] = {}
+        self._num_opened = 0
+        self.weight_epoch = 0
         self._claims: dict[bytes, str] = {}  # key -> the running request that will compute it
         self.reset_pool(num_blocks)
 
@@ -84,6 +100,7 @@ class BlockManager:
         """
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
+        self._holders = [0] * num_blocks  # xor of the serials of the tables: of one table, itself
         self._keys: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         # An OrderedDict is a doubly linked list with an index: O(1) pop, append and removal.
@@ -91,7 +108,7 @@ class BlockManager:
         self._claims.clear()
         for table in self._tables.values():
             table.block_ids = []
-            table.num_registered = 0
+            table.num_registered = table.num_exclusive = 0
 
     @property
     def num_free(self) -> int:
@@ -117,29 +134,46 @@ class BlockManager:
 
     def open(self, request_id: str, tokens: array[int], cache_salt: str) -> None:
         """Make the request known and hash the full blocks of its tokens."""
-        table = self._tables[request_id] = _Table(root_key(cache_salt))
+        self._num_opened += 1
+        table = _Table(self._num_opened, tokens, cache_salt, self.weight_epoch)
+        self._tables[request_id] = self._by_serial[table.serial] = table
         if self.enable_prefix_caching:
-            self._hash_to(table, tokens, len(tokens) // self.block_size)
+            self._hash_to(table, len(tokens) // self.block_size)
 
     def close(self, request_id: str) -> None:
         """Forget a request that holds no block any more."""
         assert not self._tables[request_id].block_ids, "close() of a request that holds blocks"
-        del self._tables[request_id]
+        del self._by_serial[self._tables.pop(request_id).serial]
 
-    def _hash_to(self, table: _Table, tokens: array[int], num_full: int) -> None:
+    def _hash_to(self, table: _Table, num_full: int) -> None:
         size = self.block_size
+        parent = table.keys[-1] if table.keys else root_key(table.cache_salt, table.epoch)
         for idx in range(len(table.keys), num_full):
-            parent = table.keys[-1] if table.keys else table.root
-            table.keys.append(chain_key(parent, tokens[idx * size : (idx + 1) * size]))
+            parent = chain_key(parent, table.tokens[idx * size : (idx + 1) * size])
+            table.keys.append(parent)
 
-    def match(self, request_id: str, num_tokens: int) -> int:
-        """Leading blocks of the request that are in the cache.
+    def raise_epoch(self) -> list[bytes]:
+        """New weights: nothing computed with the old ones is hit again, as every key from here on
+        hangs on another root. A request that holds blocks goes on with them, registers no more, and
+        is keyed anew when it is next computed. Returns the keys that nobody will compute."""
+        self.weight_epoch += 1
+        abandoned = list(self._claims)
+        self._claims.clear()
+        return abandoned
+
+    def match(self, request_id: str, num_tokens: int, *, claimed: bool = False) -> int:
+        """Leading blocks of the request that are in the cache, or (`claimed`) being computed.
 
         At most (num_tokens - 1) // block_size: one token at least must be computed, for its logits.
         """
-        keys = self._tables[request_id].keys[: (num_tokens - 1) // self.block_size]
+        table = self._tables[request_id]
+        if table.epoch != self.weight_epoch and self.enable_prefix_caching:
+            table.epoch = self.weight_epoch
+            table.keys.clear()
+            self._hash_to(table, len(table.tokens) // self.block_size)
+        keys = table.keys[: (num_tokens - 1) // self.block_size]
         for idx, key in enumerate(keys):
-            if key not in self._cached:
+            if key not in self._cached and not (claimed and key in self._claims):
                 return idx
         return len(keys)
 
@@ -150,6 +184,30 @@ class BlockManager:
             return None
         return keys[num_hit] if keys[num_hit] in self._claims else None
 
+    def claimant(self, key: bytes) -> str:
+        """Who is computing that key."""
+        return self._claims[key]
+
+    def num_held(self, request_id: str) -> int:
+        """Blocks in the request's table."""
+        return len(self._tables[request_id].block_ids)
+
+    def num_exclusive(self, request_id: str) -> int:
+        """Blocks that nobody else holds, so that `release` frees them."""
+        return self._tables[request_id].num_exclusive
+
+    def num_short(
+        self, request_id: str, num_hit: int, num_tokens: int, without: Iterable[str] = ()
+    ) -> int:
+        """Blocks that `admit` lacks, if the requests `without` released theirs first; at most 0
+        when it would succeed."""
+        released = Counter(_flatten(self._tables[other].block_ids for other in without))
+        num_freed = sum(self._ref_counts[block] == count for block, count in released.items())
+        hits = [self._cached[key] for key in self._tables[request_id].keys[:num_hit]]
+        num_revived = sum(self._ref_counts[block] == released[block] for block in hits)
+        num_new = self.num_blocks_for(num_tokens) - num_hit
+        return num_new + num_revived - len(self._free) - num_freed
+
     def admit(self, request_id: str, num_hit: int, num_tokens: int) -> bool:
         """Give the request its `num_hit` cached blocks and own ones for the rest of its tokens.
 
@@ -157,16 +215,15 @@ class BlockManager:
         """
         table = self._tables[request_id]
         assert not table.block_ids, "admit() of a request that holds blocks"
-        hits = [self._cached[key] for key in table.keys[:num_hit]]
-        num_new = self.num_blocks_for(num_tokens) - num_hit
-        num_revived = sum(self._ref_counts[block] == 0 for block in hits)
-        if num_new + num_revived > len(self._free):
+        if self.num_short(request_id, num_hit, num_tokens) > 0:
             return False
+        hits = [self._cached[key] for key in table.keys[:num_hit]]
         for block in hits:
             if self._ref_counts[block] == 0:
                 del self._free[block]
-            self._ref_counts[block] += 1
-        table.block_ids = hits + [self._take() for _ in range(num_new)]
+            self._count(block, table, 1)
+        num_new = self.num_blocks_for(num_tokens) - num_hit
+        table.block_ids = hits + [self._take(table) for _ in range(num_new)]
         table.num_registered = num_hit
         for key in table.keys[num_hit:]:
             if key not in self._cached:
@@ -181,21 +238,30 @@ class BlockManager:
             return []
         if num_new > len(self._free):
             return None
-        new = [self._take() for _ in range(num_new)]
+        new = [self._take(table) for _ in range(num_new)]
         table.block_ids += new
         return new
 
-    def _take(self) -> int:
+    def _count(self, block: int, table: _Table, by: int) -> None:
+        """One holder of the block more or less."""
+        if self._ref_counts[block] == 1:
+            self._by_serial[self._holders[block]].num_exclusive -= 1
+        self._ref_counts[block] += by
+        self._holders[block] ^= table.serial
+        if self._ref_counts[block] == 1:
+            self._by_serial[self._holders[block]].num_exclusive += 1
+
+    def _take(self, table: _Table) -> int:
         """Hand out the block that has been free the longest; what it cached is forgotten."""
         block, _ = self._free.popitem(last=False)
         key = self._keys[block]
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
-        self._ref_counts[block] = 1
+        self._count(block, table, 1)
         return block
 
-    def commit(self, request_id: str, tokens: array[int], num_computed: int) -> list[bytes]:
+    def commit(self, request_id: str, num_computed: int) -> list[bytes]:
         """Register the request's blocks that are full of computed KV; returns their keys.
 
         Where a key exists already, the first block keeps it: this request's own copy stays private.
@@ -204,9 +270,9 @@ class BlockManager:
             return []
         table = self._tables[request_id]
         num_full = num_computed // self.block_size
-        if num_full <= table.num_registered:
+        if num_full <= table.num_registered or table.epoch != self.weight_epoch:
             return []
-        self._hash_to(table, tokens, num_full)
+        self._hash_to(table, num_full)
         settled = table.keys[table.num_registered : num_full]
         for idx, key in enumerate(settled, table.num_registered):
             if key not in self._cached:
@@ -222,7 +288,7 @@ class BlockManager:
         """Take all blocks from the request; returns the keys it will not compute after all."""
         table = self._tables[request_id]
         for block in reversed(table.block_ids):
-            self._ref_counts[block] -= 1
+            self._count(block, table, -1)
             if self._ref_counts[block] == 0:
                 self._free[block] = None
         abandoned = [
@@ -253,6 +319,9 @@ class BlockManager:
             assert self._keys[block] == key, f"block {block} does not carry the key that finds it"
         keyed = sum(key is not None for key in self._keys)
         assert keyed == len(self._cached), "a block carries a key that does not find it"
+        for table in self._tables.values():
+            alone = sum(self._ref_counts[block] == 1 for block in table.block_ids)
+            assert table.num_exclusive == alone, "a table's exclusive blocks are miscounted"
         assert set(self._claims.values()) <= set(self._tables), "a claim by an unknown request"
 
 

@@ -37,8 +37,10 @@ import msgspec
 
 from minivllm.batch import (
     Beat,
+    Done,
     Failed,
     HostMessage,
+    Order,
     Ready,
     Start,
     StepPlan,
@@ -78,6 +80,12 @@ class Executor(Protocol):
     def send(self, plan: StepPlan) -> None:
         """Run a plan after those sent before; never blocks."""
 
+    async def call(self, order: Order) -> None:
+        """Have an order carried out after the plans sent before.
+
+        Raises: the `MinivllmError` for which it was not; `WorkerError` if the worker died of it
+        """
+
     async def stop(self) -> None:
         """End the worker, whatever it is doing; nothing is delivered any more."""
 
@@ -116,6 +124,34 @@ class FrameReader:
         return frames
 
 
+class Calls:
+    """Orders that wait for their answers, which come in the order of the orders."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+
+    def add(self) -> asyncio.Future[None]:
+        """What the sender of an order waits for."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append(done)
+        return done
+
+    def answer(self, error: tuple[str, str] | None) -> None:
+        """The oldest order was carried out, or failed."""
+        done = self._waiting.popleft()
+        if done.done():
+            return  # its sender did not wait
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(from_wire(*error))
+
+    def abandon(self) -> None:
+        """The worker has ended: nothing will be answered any more."""
+        while self._waiting:
+            self.answer(("WorkerError", "the worker ended before it was done"))
+
+
 class ProcessExecutor:
     """The model in a worker process of its own."""
 
@@ -143,6 +179,12 @@ class ProcessExecutor:
         """See `Executor.send`."""
         assert self._worker is not None, "send() before start()"
         self._worker.send(plan)
+
+    async def call(self, order: Order) -> None:
+        """See `Executor.call`."""
+        if self._worker is None:  # between a death and the restart
+            raise WorkerError("there is no worker now")
+        await self._worker.call(order)
 
     async def stop(self) -> None:
         """See `Executor.stop`."""
@@ -185,6 +227,7 @@ class _Worker(asyncio.Protocol):
         self._deliver = deliver
         self._lease_s = lease_s
         self._reader = FrameReader()
+        self._calls = Calls()
         self._transport: asyncio.Transport | None = None
         self._silent = False
         self._missed = 0
@@ -200,6 +243,13 @@ class _Worker(asyncio.Protocol):
         if self._transport is not None:  # without one the death has been delivered, or will be
             self._transport.write(frame(message))
 
+    async def call(self, order: Order) -> None:
+        if self._transport is None:
+            raise WorkerError(f"worker {self.process.pid} is gone")
+        done = self._calls.add()
+        self.send(order)
+        await done
+
     def silence(self) -> None:
         """Deliver nothing any more and let go of the socket."""
         self._silent = True
@@ -209,6 +259,7 @@ class _Worker(asyncio.Protocol):
             self._transport.abort()
         if not self.ready.done():
             self.ready.cancel()
+        self._calls.abandon()
 
     def kill(self) -> None:
         """End the process and reap it; blocks for a moment."""
@@ -236,6 +287,8 @@ class _Worker(asyncio.Protocol):
                 return
             if isinstance(message, StepResult):
                 self._deliver(message)
+            elif isinstance(message, Done):
+                self._calls.answer(message.error)
             elif isinstance(message, Ready):
                 self.ready.set_result(message)
             elif isinstance(message, Failed):

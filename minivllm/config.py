@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ from minivllm.errors import ConfigError, UnknownConfigKeyError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("inline", "mp")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+GENERATION_CONFIGS = ("auto", "vllm")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+TTFT_POLICIES = ("drop", "demote")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,14 @@ class SchedulerConfig:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_num_active_seqs: int
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
     long_prefill_token_threshold: int
+    itl_target_ms: float | None
+    scheduling_policy: str
+    aging_s: float | None
+    ttft_policy: str
     enable_prefix_caching: bool
 
 
@@ -51,6 +63,7 @@ class WorkerConfig:
     max_num_seqs: int
     kv_cache_memory_bytes: int | None
     num_blocks: int | None
+    logprobs_mode: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +88,26 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step."""
     max_num_seqs: int = 256
-    """Most requests running at once."""
+    """Most requests running at once: the rows that the workers have room for."""
+    max_num_active_seqs: int | None = None
+    """Most requests that the scheduler lets run, if fewer than `max_num_seqs`."""
+    max_num_queued_reqs: int | None = None
+    """Most requests in the engine, waiting or running; one more is an `EngineBusyError`."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens of requests that have no first token yet; more is an `EngineBusyError`."""
+    scheduling_policy: str = "fcfs"
+    """fcfs: in order of arrival; priority: the lower a request's `priority`, the earlier."""
+    aging_s: float | None = None
+    """Under priority, seconds of waiting that count as one priority; None: waiting counts not."""
+    timeout_s: float | None = None
+    """Seconds after arrival at which a request that brings no `timeout_s` of its own ends."""
+    ttft_target_s: float | None = None
+    """Seconds to the first token, for requests that bring no `ttft_target_s` of their own."""
+    ttft_policy: str = "drop"
+    """What becomes of a request that misses its `ttft_target_s`: drop, it ends; demote, it is
+    served after all others."""
+    itl_target_ms: float | None = None
+    """Most milliseconds of a step in which requests decode: prompts are cut into chunks by it."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step while other requests are there; 0: no such cap."""
     enable_prefix_caching: bool = True
@@ -94,7 +126,19 @@ class EngineConfig:
     seed: int = 0
     """Source of the seeds of requests that bring none."""
     max_logprobs: int = 20
-    """Most log-probabilities per token that a request may ask for."""
+    """Most log-probabilities per token that a request may ask for; -1: the whole vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    """What is reported as log-probabilities: raw_logprobs or raw_logits, as the model gives them;
+    processed_logprobs or processed_logits, after penalties, bans, temperature and truncation."""
+    generation_config: str = "auto"
+    """Where a request without sampling parameters takes them from: auto, the model's
+    generation_config.json; vllm, the defaults of `SamplingParams`."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Values that go before those of generation_config.json."""
+    reasoning_start_str: str = "<think>"
+    """What opens a model's thoughts, for `thinking_token_budget`."""
+    reasoning_end_str: str = "</think>"
+    """What closes them."""
     record: str | None = None
     """File to which every plan and result is written, for `minivllm replay`."""
 
@@ -112,23 +156,46 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             _check_int(name, getattr(self, name), at_least=1)
-        for name in ("long_prefill_token_threshold", "max_logprobs"):
-            _check_int(name, getattr(self, name), at_least=0)
+        _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
+        _check_int("max_logprobs", self.max_logprobs, at_least=-1)
+        for name, known in (
+            ("dtype", DTYPES),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("generation_config", GENERATION_CONFIGS),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+            ("ttft_policy", TTFT_POLICIES),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        override = self.override_generation_config
+        if override is not None and not isinstance(override, Mapping):
+            raise ConfigError("override_generation_config", override, "must map names to values")
+        for name in ("reasoning_start_str", "reasoning_end_str"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(name, value, "must be a string that is not empty")
         for name, least in (("kv_cache_memory_bytes", 1), ("num_gpu_blocks_override", 2)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), at_least=least)
+        for name in ("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=1)
+        if (self.max_num_active_seqs or 0) > self.max_num_seqs:
+            rule = f"must be at most max_num_seqs ({self.max_num_seqs})"
+            raise ConfigError("max_num_active_seqs", self.max_num_active_seqs, rule)
+        for name in ("aging_s", "timeout_s", "ttft_target_s", "itl_target_ms"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.aging_s is not None and self.scheduling_policy == "fcfs":
+            rule = "must be None where scheduling_policy is fcfs"
+            raise ConfigError("aging_s", self.aging_s, rule)
         _check_int("seed", self.seed, at_least=0)
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         if self.distributed_executor_backend not in (None, *BACKENDS):
             rule = f"must be one of {', '.join(BACKENDS)}"
             raise ConfigError(
                 "distributed_executor_backend", self.distributed_executor_backend, rule
             )
-        lease = self.worker_lease_s
-        is_number = isinstance(lease, int | float) and not isinstance(lease, bool)
-        if not is_number or not 0 < lease < math.inf:
-            raise ConfigError("worker_lease_s", lease, "must be a positive number of seconds")
+        _check_positive("worker_lease_s", self.worker_lease_s)
         self._explicit_max_model_len()
 
     def _explicit_max_model_len(self) -> int | None:
@@ -168,7 +235,14 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            max_num_active_seqs=self.max_num_active_seqs or self.max_num_seqs,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            itl_target_ms=self.itl_target_ms,
+            scheduling_policy=self.scheduling_policy,
+            aging_s=self.aging_s,
+            ttft_policy=self.ttft_policy,
             enable_prefix_caching=self.enable_prefix_caching,
         )
         worker = WorkerConfig(
@@ -180,6 +254,7 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             num_blocks=self.num_gpu_blocks_override,
+            logprobs_mode=self.logprobs_mode,
         )
         return scheduler, worker
 
@@ -200,14 +275,20 @@ class EngineConfig:
                 " kv_cache_memory_bytes",
             )
         if capacity < 2:
-            raise ConfigError(
-                "kv_cache_memory_bytes",
-                self.kv_cache_memory_bytes,
-                f"must give at least 3 blocks of {self.block_size} tokens, it gives {num_blocks}",
-            )
+            name = "kv_cache_memory_bytes"
+            if self.num_gpu_blocks_override is not None:
+                name = "num_gpu_blocks_override"
+            rule = f"must leave room for 2 tokens , it gives {num_blocks} blocks"
+            raise ConfigError(name, getattr(self, name), rule)
         return dataclasses.replace(scheduler, max_model_len=capacity)
 
 
 def _check_int(name: str, value: Any, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(name, value, f"must be an integer of at least {at_least}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(name, value, "must be a positive number")

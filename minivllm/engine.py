@@ -1,20 +1,17 @@
-"""The engine: a synchronous core that decides, and an asynchronous shell that waits.
+"""The engine on an event loop: callers wait for outputs, one task keeps the workers busy.
 
-    generate() ─> Request ─> EngineCore.plan() ─> executor ─> EngineCore.apply() ─> RequestOutput
-                                  │                               │
-                                  scheduler, blocks               tokens, text, stops, ends
+    generate() ─> EngineCore.add ─> plan ─> executor ─> apply ─> OutputStream ─> the caller
+                                     └── supervisor: one task ──┘
 
-`EngineCore` is plain code without a loop or a model: `plan` makes the next step, `apply` takes its
-result. `AsyncEngine` runs one supervisor task that keeps up to `depth` plans with the executor
-(two with overlap: one running, one queued), applies what comes back, and restarts the workers when
-they die. Everything the supervisor waits for arrives in one inbox: a result, a death, or a nudge
-that there is new work; so an idle engine sleeps.
+The supervisor keeps up to `depth` plans with the executor (two with overlap: one running, one
+queued), applies what comes back, and restarts the workers when they die. Everything that it waits
+for arrives in one inbox: a result, a death, or a nudge that there is new work; so an idle engine
+sleeps. Deadlines have an alarm of their own, which rings whatever the supervisor waits for.
 
-Invariants: nothing here blocks the loop; every accepted request gets exactly one end; a caller
-sees the end of its own request or `EngineDead`, never somebody else's failure. Output is built when
-a caller looks, so a slow reader costs no memory: it finds everything that came meanwhile.
-This module never imports torch. Where blocks are freed: `scheduler`; what crosses the process
-wall: `batch`; how a stop cuts text: `tokenizer`.
+Invariants: nothing here blocks the loop; a caller sees the end of its own request or `EngineDead`,
+never somebody else's failure. Output is built when a caller looks, so a slow reader costs no
+memory: it finds everything that came meanwhile. This module never imports torch. Decisions and
+text: `core`; where blocks are freed: `scheduler`; what crosses the process wall: `batch`.
 """
 
 from __future__ import annotations
@@ -24,211 +21,37 @@ import contextlib
 import importlib
 import logging
 import os
-import random
-import sys
 import tempfile
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from minivllm.batch import Ready, RowLogprobs, Start, StepPlan, StepResult
+from minivllm.batch import LoadWeights, Profile, Ready, Sleep, Start, StepPlan, StepResult, WakeUp
 from minivllm.channel import Executor, ProcessExecutor, frame
-from minivllm.checkpoint import Checkpoint, find_checkpoint
+from minivllm.checkpoint import find_checkpoint
 from minivllm.config import EngineConfig, WorkerConfig
+from minivllm.core import EngineCore
 from minivllm.errors import (
-    DuplicateRequestError,
-    EmptyPromptError,
+    ConfigError,
     EngineClosedError,
     EngineDead,
-    PromptTooLongError,
     RequestError,
-    RequestTooLargeError,
-    TokenIdError,
     WorkerError,
 )
-from minivllm.metrics import finished_line, start_line
-from minivllm.request import Logprob, Request, RequestOutput, SamplingParams
-from minivllm.scheduler import Scheduler, Update
-from minivllm.tokenizer import Detokenizer, Tokenizer
+from minivllm.metrics import start_line
+from minivllm.request import OutputStream, Request, RequestOutput, SamplingParams
+from minivllm.tokenizer import Tokenizer
 
 logger = logging.getLogger("minivllm")
 
+PAUSE_MODES = ("abort", "wait", "keep")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _MAX_FAILED_STARTS = 3
 _NUM_DUMPED_PLANS = 16
-
-
-class EngineCore:
-    """Requests in, steps out, results in, ends out: the engine without a loop."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
-        tokenizer: Tokenizer,
-        ready: Ready,
-    ) -> None:
-        self._config = config
-        self._model_max_len = checkpoint.max_position_embeddings
-        self._vocab_size = ready.vocab_size
-        self._eos_ids = frozenset(checkpoint.eos_token_ids)
-        self._tokenizer = tokenizer
-        limits, _ = config.resolve(
-            model_path=str(checkpoint.path), model_max_len=self._model_max_len
-        )
-        self.scheduler = Scheduler(config.fit_pool(limits, ready.num_blocks), ready.num_blocks)
-        self._detokenizers: dict[str, Detokenizer] = {}
-        self._num_requests = 0
-        self._seeds = random.Random(config.seed)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and output that one request may have."""
-        return self.scheduler.config.max_model_len
-
-    def add(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        cache_salt: str = "",
-    ) -> Request:
-        """Accept a request.
-
-        Raises: a `RequestError` naming the field and the value; then nothing has changed
-        """
-        if request_id in self.scheduler:
-            raise DuplicateRequestError("request_id", request_id, "must not be in use")
-        self._check_prompt(token_ids)
-        self._check_params(params)
-        stop_ids = frozenset(params.stop_token_ids or ())
-        seed = params.seed if params.seed not in (None, -1) else self._seeds.getrandbits(64)
-        assert seed is not None, "a seed was drawn"
-        request = Request(
-            id=request_id,
-            number=self._num_requests,
-            prompt=prompt,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=seed,
-            max_len=min(self.max_model_len, len(token_ids) + (params.max_tokens or sys.maxsize)),
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            cache_salt=cache_salt,
-        )
-        self._num_requests += 1
-        self._detokenizers[request_id] = Detokenizer(self._tokenizer, stop=params.stop_strings)
-        self.scheduler.add(request)
-        return request
-
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise EmptyPromptError("prompt", token_ids, "must have at least one token")
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TokenIdError("prompt_token_ids", token_id, "must be integers")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._vocab_size:
-                rule = f"must be from 0 to {self._vocab_size - 1}"
-                raise TokenIdError("prompt_token_ids", token_id, rule)
-        num_tokens = len(token_ids)
-        if num_tokens >= self.max_model_len:
-            limit = f"the context is {self.max_model_len} tokens: reduce the length of the prompt"
-            if num_tokens >= self._model_max_len or self.max_model_len < self._pool_tokens():
-                rule = f"must leave room for a new token; {limit}"
-                raise PromptTooLongError("prompt length", num_tokens, rule)
-            rule = f"must fit in the KV cache; {limit}, or raise kv_cache_memory_bytes"
-            raise RequestTooLargeError("prompt length", num_tokens, rule)
-
-    def _pool_tokens(self) -> int:
-        blocks = self.scheduler.blocks
-        return (blocks.num_blocks - 1) * blocks.block_size
-
-    def _check_params(self, params: SamplingParams) -> None:
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self._vocab_size:
-                rule = f"must be from 0 to {self._vocab_size - 1}"
-                raise TokenIdError("stop_token_ids", token_id, rule)
-        if params.logprobs is not None and params.logprobs > self._config.max_logprobs:
-            rule = f"must be at most max_logprobs ({self._config.max_logprobs})"
-            raise RequestError("logprobs", params.logprobs, rule)
-
-    def plan(self) -> StepPlan | None:
-        """The next step for the workers, or None until a result or a request arrives."""
-        return self.scheduler.plan()
-
-    def apply(self, result: StepResult) -> list[Request]:
-        """Take the result of the oldest plan in flight; returns the requests that moved on."""
-        now_s = time.monotonic()
-        updates = self.scheduler.complete(result)
-        for update in updates:
-            if update.tokens is None:
-                self._end(update.request, "error", "the model's numbers were not finite")
-            else:
-                self._extend(update, now_s)
-        return [update.request for update in updates]
-
-    def _extend(self, update: Update, now_s: float) -> None:
-        request, tokens, row_logprobs = update
-        assert tokens is not None, "a failed row has no tokens"
-        stats = request.stats
-        if stats.first_token_s is None:
-            stats.first_token_s = now_s
-        stats.last_token_s = now_s
-        if request.logprobs is not None and row_logprobs is not None:
-            request.logprobs.append(self._logprobs(row_logprobs))
-        detokenizer = self._detokenizers[request.id]
-        for token_id in tokens:
-            if token_id in request.stop_ids:
-                is_eos = token_id in self._eos_ids and not request.params.ignore_eos
-                self._end(request, "stop", None if is_eos else token_id)
-                return
-            stop = detokenizer.push([token_id]).stop
-            if stop is not None:
-                self._end(request, "stop", stop)
-                return
-        if len(request.tokens) >= request.max_len:
-            self._end(request, "length")
-            return
-        request.text = detokenizer.text
-
-    def _logprobs(self, row: RowLogprobs) -> dict[int, Logprob]:
-        ranks: list[int] = [row.rank, *range(1, len(row.token_ids))]
-        entry: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(row.token_ids, row.logprobs, ranks, strict=True):
-            # the sampled token comes first, and keeps its own rank where it is listed again
-            entry.setdefault(token_id, Logprob(logprob, rank, self._tokenizer.token_text(token_id)))
-        return entry
-
-    def _end(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
-        request.text = self._detokenizers.pop(request.id).finish()
-        self.scheduler.finish(request, reason, stop_reason)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", finished_line(request))
-
-    def abort(self, request_id: str) -> Request | None:
-        """End a request with "abort"; None when it is unknown or has ended."""
-        request = self.scheduler.get(request_id)
-        if request is not None:
-            self._end(request, "abort")
-        return request
-
-    def fail_suspects(self) -> list[Request]:
-        """After a death of the workers: end the requests that have killed them too often."""
-        failed = self.scheduler.blame()
-        for request in failed:
-            self._end(request, "error", "the request ended its worker every time it ran alone")
-        return failed
-
-    def restart(self, ready: Ready) -> None:
-        """Go on with new workers: every unfinished request is computed again from its tokens."""
-        self.scheduler.restart(ready.num_blocks)
 
 
 class AsyncEngine:
@@ -253,11 +76,18 @@ class AsyncEngine:
         self._inbox: asyncio.Queue[StepResult | WorkerError | None] = asyncio.Queue()
         self._streams: dict[str, asyncio.Event] = {}
         self._supervisor: asyncio.Task[None] | None = None
-        self._drained = asyncio.Event()
+        self._turn = asyncio.Event()  # something ended or came to rest; see `_until`
         self._dead: BaseException | None = None
         self._closing = False
+        self._resumed = asyncio.Event()  # new requests wait for it
+        self._resumed.set()
+        self._frozen = False  # no more plans
+        self._sleep_level = 0
+        self._weights: LoadWeights | None = None  # the last update, for workers that start later
+        self._order_lock = asyncio.Lock()
         self._record: IO[bytes] | None = None
         self._last_plans: deque[StepPlan] = deque(maxlen=_NUM_DUMPED_PLANS)
+        self._alarm: asyncio.TimerHandle | None = None
         self._num_made_ids = 0
 
     # ---- life ------------------------------------------------------------------------------
@@ -284,11 +114,11 @@ class AsyncEngine:
         )
         if config.record is not None:
             self._record = await asyncio.to_thread(Path(config.record).open, "wb")
-        ready = await self._start_workers(generation=0)
         try:
+            ready = await self._start_workers(generation=0)
             self._core = EngineCore(config, checkpoint, self._tokenizer, ready)
         except BaseException:
-            await self._executor.stop()
+            await self.shutdown()
             raise
         self._supervisor = asyncio.create_task(self._supervise(), name="minivllm-engine")
 
@@ -298,6 +128,10 @@ class AsyncEngine:
             generation, self._worker_config, self._inbox.put_nowait
         )
         self._write_record(Start(generation, self._worker_config, 0.0))
+        if self._weights is not None:
+            await self._load_weights(self._weights)
+        if self._sleep_level:
+            await self._executor.call(Sleep(self._sleep_level))
         logger.info("%s", start_line(ready, self.config.block_size))
         return ready
 
@@ -305,15 +139,18 @@ class AsyncEngine:
         """Accept nothing more, give running requests `drain_s` seconds to end, abort the rest,
         and end the workers. Safe to call twice."""
         self._closing = True
-        if drain_s > 0 and self._streams:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), drain_s)
+        self._resumed.set()  # who waits to be accepted is told now
+        if drain_s > 0:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                await asyncio.wait_for(self._until(lambda: not self._streams), drain_s)
         for request_id in list(self._streams):
             self.abort(request_id)
         if self._supervisor is not None:
             supervisor, self._supervisor = self._supervisor, None
             supervisor.cancel()
             await asyncio.wait([supervisor])
+        if self._alarm is not None:
+            self._alarm.cancel()
         await self._executor.stop()
         if self._record is not None:
             self._record.close()
@@ -326,6 +163,10 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        ttft_target_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, each with everything so far, until it has ended.
 
@@ -333,33 +174,75 @@ class AsyncEngine:
         `cache_salt`, which keeps its cached KV from requests with another one. Closing the iterator
         aborts the request.
 
-        Raises: a `RequestError` for what is wrong with the request; `EngineClosedError`;
-                `EngineDead`
+        `priority`: the lower, the earlier it is served. `timeout_s` after its arrival the request
+        ends with "abort" and stop reason "timeout", `ttft_target_s` after it, without a first
+        token, with "ttft" (or as `ttft_policy` says).
+
+        Raises: a `RequestError` for what is wrong with the request; `EngineBusyError`;
+                `EngineClosedError`; `EngineDead`
         """
+        core = self._live_core()
+        core.scheduler.check_room(1, 0)  # refused before it is tokenized
+        # Before the first await, so that the order of the calls decides who gets which seed.
+        seed = core.draw_seed()
         text, token_ids, cache_salt = await self._read_prompt(prompt)
+        await self._resumed.wait()
         core = self._live_core()
         if request_id is None:
-            request_id = f"request-{self._num_made_ids}"
-            self._num_made_ids += 1
-        request = core.add(
-            request_id, token_ids, params or SamplingParams(), prompt=text, cache_salt=cache_salt
+            request_id = self._new_id()
+        requests = core.add(
+            request_id,
+            token_ids,
+            params,
+            prompt=text,
+            cache_salt=cache_salt,
+            seed=seed,
+            priority=priority,
+            timeout_s=timeout_s,
+            ttft_target_s=ttft_target_s,
         )
+        self._set_alarm(core)
         changed = self._streams[request_id] = asyncio.Event()
         self._inbox.put_nowait(None)
+        stream = OutputStream(request_id, requests)
         try:
             output = None
             while output is None or not output.finished:
                 await changed.wait()
                 changed.clear()
-                if self._dead is not None and not request.finished:
+                if self._dead is not None and not all(r.finished for r in requests):
                     raise EngineDead(f"the engine is dead: {self._dead}") from self._dead
-                output = request.output()
-                yield output
+                look = stream.look()
+                if look is not None:
+                    output = look
+                    yield look
         finally:
             del self._streams[request_id]
             core.abort(request_id)
-            if self._closing and not self._streams:
-                self._drained.set()
+            self._turn.set()
+
+    def _set_alarm(self, core: EngineCore) -> None:
+        """Wake at the next deadline, even while the supervisor waits for something else."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        deadline_s = core.scheduler.next_deadline_s
+        if deadline_s is not None:
+            delay_s = max(0.0, deadline_s - core.scheduler.clock())
+            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._ring, core)
+
+    def _ring(self, core: EngineCore) -> None:
+        self._notify(core.expire())
+        self._inbox.put_nowait(None)
+        self._set_alarm(core)
+
+    def _new_id(self) -> str:
+        """An id that no caller has given to a request of its own."""
+        while True:
+            request_id = f"request-{self._num_made_ids}"
+            self._num_made_ids += 1
+            if request_id not in self._streams:
+                return request_id
 
     async def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         self._live_core()
@@ -379,7 +262,8 @@ class AsyncEngine:
             return content, await asyncio.to_thread(self._tokenizer.encode, content), cache_salt
         if not isinstance(content, Sequence):
             raise RequestError("prompt", content, "must be text, token ids or a dict of them")
-        return None, content, cache_salt
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        return text, content, cache_salt
 
     def _live_core(self) -> EngineCore:
         if self._dead is not None:
@@ -391,13 +275,161 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request with finish reason "abort"; unknown ids are no error."""
         if self._core is not None:
-            request = self._core.abort(request_id)
-            if request is not None:
-                self._notify([request])
+            self._notify(self._core.abort(request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep theirs."""
         self._live_core().scheduler.blocks.reset_prefix_cache()
+
+    # ---- control ---------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        """Return if requests can be served.
+
+        Raises: `EngineClosedError`; `EngineDead`
+        """
+        self._live_core()
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges and counters by name, as they stand."""
+        return self._live_core().metrics()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait for `resume`."""
+        return not self._resumed.is_set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the workers have given their memory back."""
+        return self._sleep_level > 0
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Come to rest; new requests wait for `resume`. Returns when nothing is computed any more.
+
+        `mode`: what becomes of the requests that are there: "abort" ends them, "wait" lets them
+        end, "keep" holds them where they are, to go on after `resume`. `clear_cache`: forget the
+        cached prefixes.
+
+        Raises: `ConfigError` for another mode; `EngineDead`
+        """
+        if mode not in PAUSE_MODES:
+            raise ConfigError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+        core = self._live_core()
+        self._resumed.clear()
+        if mode == "abort":
+            for request_id in list(self._streams):
+                self.abort(request_id)
+        elif mode == "wait":
+            await self._until(lambda: core.scheduler.num_running + core.scheduler.num_waiting == 0)
+        await self._freeze()
+        if clear_cache:
+            core.scheduler.blocks.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """Go on after `pause`.
+
+        Raises: `EngineClosedError` while the workers sleep
+        """
+        self._live_core()
+        if self.is_sleeping:
+            raise EngineClosedError("the engine sleeps: wake it up to resume")
+        self._frozen = False
+        self._resumed.set()
+        self._inbox.put_nowait(None)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause, and give the workers' memory back: 1, the KV cache, the weights moved to the
+        host's memory; 2, the weights too. `mode`: as for `pause`; requests that are kept are
+        computed again from their tokens after `wake_up`.
+
+        Raises: `ConfigError`; `EngineDead`
+        """
+        if level not in (1, 2):
+            raise ConfigError("level", level, "must be 1 or 2")
+        async with self._order_lock:
+            await self.pause(mode)
+            core = self._live_core()
+            core.scheduler.preempt_all()
+            core.scheduler.blocks.reset_prefix_cache()
+            await self._executor.call(Sleep(level))
+            self._sleep_level = level
+
+    async def wake_up(self) -> None:
+        """Take the memory again, with the weights of the last update, and resume."""
+        async with self._order_lock:
+            self._live_core()
+            if self.is_sleeping:
+                await self._executor.call(WakeUp())
+                if self._weights is not None and self._sleep_level == 2:
+                    await self._executor.call(self._weights)
+                self._sleep_level = 0
+            await self.resume()
+
+    async def update_weights(
+        self, path: str | None = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> int:
+        """Other weights of the same shapes, between two steps; returns the new weight epoch.
+
+        From a directory of safetensors, or, where the model runs inline, from tensors by the names
+        in such files. Running requests go on with the KV that they have; nothing that was computed
+        with older weights is found in the prefix cache any more.
+
+        Raises: `ConfigError`; `ModelError` for weights that do not fit, and the old ones stay;
+                `WorkerError` if the worker died meanwhile, likewise
+        """
+        core = self._live_core()
+        if (path is None) == (tensors is None):
+            raise ConfigError("path", path, "or tensors must be given, and not both")
+        if tensors is not None and self.config.distributed_executor_backend != "inline":
+            rule = "can only be given where distributed_executor_backend is inline"
+            raise ConfigError("tensors", list(tensors), rule)
+        if tensors is not None and self._record is not None:
+            raise ConfigError("tensors", list(tensors), "cannot be written to a recording")
+        order = LoadWeights(None if path is None else _absolute(path), tensors)
+        async with self._order_lock:
+            was_frozen = self._frozen
+            try:
+                await self._freeze()
+                await self._load_weights(order)
+                self._weights = order
+                core.scheduler.raise_epoch()
+            finally:
+                self._frozen = was_frozen
+                self._inbox.put_nowait(None)
+            return core.scheduler.blocks.weight_epoch
+
+    async def _load_weights(self, order: LoadWeights) -> None:
+        await self._executor.call(order)
+        if order.path is not None:
+            self._write_record(order)
+
+    async def start_profile(self, directory: str) -> None:
+        """Trace the workers' steps from here on."""
+        self._live_core()
+        await asyncio.to_thread(os.makedirs, directory, exist_ok=True)
+        await self._executor.call(Profile(_absolute(directory)))
+
+    async def stop_profile(self) -> None:
+        """End the trace, and write it as a Chrome trace into the directory."""
+        self._live_core()
+        await self._executor.call(Profile(None))
+
+    async def _freeze(self) -> None:
+        """No more plans; returns when none is in flight."""
+        self._frozen = True
+        await self._until(lambda: not self._live_core().scheduler.in_flight)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition that comes true by a result, an end, or a restart.
+
+        Raises: `EngineDead`
+        """
+        while not condition():
+            if self._dead is not None:
+                raise EngineDead(f"the engine is dead: {self._dead}") from self._dead
+            self._turn.clear()
+            await self._turn.wait()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -412,8 +444,9 @@ class AsyncEngine:
         return self._live_core()
 
     def _notify(self, requests: list[Request]) -> None:
+        self._turn.set()
         for request in requests:
-            changed = self._streams.get(request.id)
+            changed = self._streams.get(request.group_id)
             if changed is not None:
                 changed.set()
 
@@ -434,6 +467,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine cannot go on")
             self._dead = error
+            self._turn.set()
             for changed in self._streams.values():
                 changed.set()
 
@@ -441,7 +475,8 @@ class AsyncEngine:
         """Plan steps until enough are with the workers. While suspects of a worker's death are
         tried there is only one, so that the next death names its culprit."""
         in_flight = core.scheduler.in_flight
-        while len(in_flight) < (1 if core.scheduler.quarantined else self._depth):
+        depth = 1 if core.scheduler.quarantined else self._depth
+        while not self._frozen and len(in_flight) < depth:
             plan = core.plan()
             if plan is None:
                 break
@@ -465,15 +500,22 @@ class AsyncEngine:
         while not self._inbox.empty():  # results of the dead generation
             self._inbox.get_nowait()
         core.restart(ready)
+        self._turn.set()
 
     async def _dump_plans(self) -> str:
-        lines = b"\n".join(msgspec.json.encode(plan) for plan in self._last_plans)
+        # repr: a plan with logits processors holds functions, which have no JSON
+        encode = msgspec.json.Encoder(enc_hook=repr).encode
+        lines = b"\n".join(encode(plan) for plan in self._last_plans)
         self._last_plans.clear()
         return await asyncio.to_thread(_write_dump, lines)
 
-    def _write_record(self, message: Start | StepPlan | StepResult) -> None:
+    def _write_record(self, message: Start | StepPlan | StepResult | LoadWeights) -> None:
         if self._record is not None:
             self._record.write(frame(message))
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _write_dump(lines: bytes) -> str:

@@ -14,6 +14,7 @@
     │   ├── PromptTooLongError     longer than the model's context
     │   ├── RequestTooLargeError   could never fit in the KV cache
     │   └── DuplicateRequestError
+    ├── EngineBusyError            the queue is full: nothing was done, try again later
     ├── EngineClosedError          generate() after shutdown, or before start
     ├── EngineDead                 the engine stopped for a reason that is not the caller's
     └── WorkerError                a worker died or failed; carries the end of its stderr
@@ -99,6 +100,10 @@ class RequestTooLargeError(RequestError):
 
 class DuplicateRequestError(RequestError):
     """A request id that is in use."""
+
+
+class EngineBusyError(MinivllmError):
+    """The engine has as many requests as its config lets it queue."""
 
 
 class EngineClosedError(MinivllmError):

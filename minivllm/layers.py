@@ -2,11 +2,11 @@
 
 Weights that multiply the same input are fused (q, k, v; gate, up), so a layer is four GEMMs:
 
-    x ─ norm ─ qkv ─ rope ─ attention ─ o ─(+)─ norm ─ gate_up ─ silu·mul ─ down ─(+)─
+    x ─ norm ─ qkv ─ rope ─ attention ─ o ─(+)─ norm ─ gate_up ─ act·mul ─ down ─(+)─
 
 `rms_norm` and `split_qkv` have a torch twin, written for reading (`*_torch`), and a numba form for
 float32 on a CPU: for one token the twins' cost is nearly all call overhead, paid in every layer.
-silu·mul is two calls and as fast in torch. On a CPU, `pack` lays the weights out for oneDNN.
+act·mul is two calls and as fast in torch. On a CPU, `pack` lays the weights out for oneDNN.
 
 Rotary embedding: at position p, each pair (x[i], x[i + C]) of a head turns by p * inv_freq[i].
 cos and sin are tabulated once for every position below max_model_len. The types whose frequencies
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from torch import nn
 
 from minivllm.dist import Group
 from minivllm.errors import ModelError
+
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 # Tokens in a step for which oneDNN chooses its blocks; a typical number of running requests.
 _PACKED_FOR = 32
@@ -121,7 +124,7 @@ class RowLinear(Linear):
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`.
+    """`down(activation(gate(x)) * up(x))`.
 
     Shapes: x [T, E]; out [T, E]
     """
@@ -131,12 +134,14 @@ class GatedMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: str,
         bias: bool,
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.gate_up = Linear(
             hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device
         )
@@ -147,7 +152,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One GEMM for gate and up, one for down."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 # ---------------------------------------------------------------------------------------- norm
@@ -157,26 +162,54 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a weight of its own."""
 
     def __init__(
-        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device
+        self, size: int, *, eps: float, offset: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Each row of `x` normalised."""
-        return rms_norm(x, self.weight, eps=self.eps)
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """Each row divided by its root mean square, times `weight`.
+class QKNorm(nn.Module):
+    """q and k of a fused projection normalised; v as it is.
+
+    A norm's size says over what: one head's features, or those of all heads together.
+
+    Shapes: qkv [T, (H + 2K) * D]; out the same
+    """
+
+    def __init__(self, q_size: int, kv_size: int, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
+        super().__init__()
+        self.sizes = [q_size, kv_size, kv_size]
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
+        """A new projection, ready for `split_qkv`."""
+        q, k, v = qkv.split(self.sizes, dim=1)
+        return torch.cat((_norm_parts(q, self.q_norm), _norm_parts(k, self.k_norm), v), dim=1)
+
+
+def _norm_parts(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """Each row cut into parts of the norm's size, normalised one by one."""
+    return norm(x.reshape(-1, len(norm.weight)).contiguous()).view(x.shape)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Each row divided by its root mean square, times `offset + weight`.
 
     Shapes: x [T, E] contiguous; weight [E]; out [T, E]
     """
     if not _on_numba(x):
-        return rms_norm_torch(x, weight, eps=eps)
+        return rms_norm_torch(x, weight, eps=eps, offset=offset)
     out = torch.empty_like(x)
-    arrays = (x.numpy(), weight.numpy(), eps, out.numpy())
+    arrays = (x.numpy(), weight.numpy(), eps, offset, out.numpy())
     if x.numel() < _PARALLEL_NUMEL:
         _rms_norm_tokens(*arrays, 0, x.shape[0])
     else:
@@ -184,11 +217,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
     return out
 
 
-def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+def rms_norm_torch(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0
+) -> torch.Tensor:
     """`rms_norm`, written for reading."""
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.float())).to(x.dtype)
 
 
 # -------------------------------------------------------------------------------------- rotary
@@ -384,25 +419,38 @@ def _on_numba(x: torch.Tensor) -> bool:
 
 @njit(nogil=True, cache=True, fastmath=_FASTMATH)
 def _rms_norm_tokens(
-    x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, start: int, stop: int
+    x: np.ndarray,
+    weight: np.ndarray,
+    eps: float,
+    offset: float,
+    out: np.ndarray,
+    start: int,
+    stop: int,
 ) -> None:
     E = x.shape[1]
+    offset32 = np.float32(offset)
     for t in range(start, stop):
         square_sum = np.float32(0)
         for i in range(E):
             square_sum += x[t, i] * x[t, i]
         scale = np.float32(1 / math.sqrt(square_sum / E + eps))
         for i in range(E):
-            out[t, i] = weight[i] * (x[t, i] * scale)
+            out[t, i] = (offset32 + weight[i]) * (x[t, i] * scale)
 
 
 @njit(nogil=True, cache=True, parallel=True)
 def _rms_norm_parallel(
-    x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, num_threads: int
+    x: np.ndarray,
+    weight: np.ndarray,
+    eps: float,
+    offset: float,
+    out: np.ndarray,
+    num_threads: int,
 ) -> None:
     T = x.shape[0]
     for i in prange(num_threads):
-        _rms_norm_tokens(x, weight, eps, out, T * i // num_threads, T * (i + 1) // num_threads)
+        start, stop = T * i // num_threads, T * (i + 1) // num_threads
+        _rms_norm_tokens(x, weight, eps, offset, out, start, stop)
 
 
 @njit(nogil=True, cache=True, fastmath=_FASTMATH)

@@ -20,8 +20,10 @@ from minivllm.channel import Executor
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine, Prompt
 from minivllm.errors import ConfigError, EngineClosedError
-from minivllm.request import RequestOutput, SamplingParams
+from minivllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from minivllm.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
 
 _T = TypeVar("_T")
 
@@ -54,11 +56,29 @@ class LLM:
             raise
 
     def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # Ctrl-C may come at any line of this, so it is for the loop to say whether there is a
+        # task to cancel. Cancelling closes the iterators, which aborts their requests.
+        tasks: list[asyncio.Task[Any] | None] = []
+        left = False
+
+        async def run() -> _T:
+            if left:
+                work.close()
+                raise asyncio.CancelledError
+            tasks.append(asyncio.current_task())
+            return await work
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            for task in tasks:
+                if task is not None:
+                    task.cancel()
+
         try:
-            return future.result()
+            return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except BaseException:
-            future.cancel()  # Ctrl-C: closes the iterators, which aborts their requests
+            self._loop.call_soon_threadsafe(leave)
             raise
 
     @property
@@ -76,9 +96,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs come in the order of the prompts.
+
+        Parameters and priorities are one for all, or one for each. `output_kind` has no effect
+        here: what comes back is the end.
 
         Raises: a `RequestError` for the first prompt that is wrong, the others are aborted;
                 `EngineClosedError`
@@ -90,39 +114,116 @@ class LLM:
             items = [prompts]
         else:
             items = list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(items)
+        params = _one_each("sampling_params", sampling_params, len(items))
+        priorities = _one_each("priority", priority, len(items))
+        return self._call(self._generate_all(items, params, priorities, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many; the outputs come in their order.
+
+        A message is `{"role": "user", "content": "Hi"}`. The options are those of
+        `Tokenizer.apply_chat_template`; `chat_template_kwargs` are the template's own variables.
+
+        Raises: what `generate` raises; `RequestError` when the model has no chat template, or the
+                template refuses the messages
+        """
+        conversations: list[Any]
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [messages]
         else:
-            params = list(sampling_params)
-        if len(params) != len(items):
-            rule = f"must be one, or one per prompt ({len(items)})"
-            raise ConfigError("sampling_params", f"{len(params)} of them", rule)
-        return self._call(self._generate_all(items, params, use_tqdm))
+            conversations = list(messages)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template": chat_template,
+            **(chat_template_kwargs or {}),
+        }
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = self.tokenizer.apply_chat_template(conversation, **options)
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     async def _generate_all(
-        self, prompts: list[Prompt], params: list[SamplingParams | None], use_tqdm: bool
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams | None],
+        priorities: list[int],
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         with tqdm(total=len(prompts), desc="Prompts", disable=not use_tqdm) as bar:
             progress = _Progress(bar)
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._generate_one(prompt, param, progress))
-                        for prompt, param in zip(prompts, params, strict=True)
+                        group.create_task(self._generate_one(*request, progress))
+                        for request in zip(prompts, params, priorities, strict=True)
                     ]
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _generate_one(
-        self, prompt: Prompt, params: SamplingParams | None, progress: _Progress
+        self, prompt: Prompt, params: SamplingParams | None, priority: int, progress: _Progress
     ) -> RequestOutput:
         last = None
-        async for output in self._engine.generate(prompt, params):
+        params = params or self.get_default_sampling_params()
+        final = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        async for output in self._engine.generate(prompt, final, priority=priority):
             last = output
         assert last is not None, "a request ends with an output"
         progress.finished(last)
         return last
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without parameters uses: the model's own defaults, then the config's."""
+        return self._engine.core.default_params
+
+    def get_metrics(self) -> dict[str, float]:
+        """Gauges and counters by name, as they stand."""
+        return self._engine.metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        async def reset() -> None:
+            self._engine.reset_prefix_cache()
+
+        self._call(reset())
+
+    def sleep(self, level: int = 1) -> None:
+        """See `AsyncEngine.sleep`."""
+        self._call(self._engine.sleep(level))
+
+    def wake_up(self) -> None:
+        """See `AsyncEngine.wake_up`."""
+        self._call(self._engine.wake_up())
+
+    def update_weights(
+        self, path: str | None = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> int:
+        """See `AsyncEngine.update_weights`."""
+        return self._call(self._engine.update_weights(path, tensors=tensors))
+
+    def start_profile(self, directory: str) -> None:
+        """See `AsyncEngine.start_profile`."""
+        self._call(self._engine.start_profile(directory))
+
+    def stop_profile(self) -> None:
+        """See `AsyncEngine.stop_profile`."""
+        self._call(self._engine.stop_profile())
 
     def shutdown(self) -> None:
         """End the engine and its thread. Safe to call twice."""
@@ -138,6 +239,15 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    """`value` for each of `count` prompts: itself, or one per prompt where it is a sequence."""
+    values = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
+        rule = f"must be one, or one per prompt ({count})"
+        raise ConfigError(name, f"{len(values)} of them", rule)
+    return values
 
 
 class _Progress:

@@ -11,41 +11,48 @@ once by a tensor of exactly its shape; whatever does not fit is an error that na
 the file. Tolerated because checkpoints contain them and they carry nothing: `rotary_emb.inv_freq`,
 and a `lm_head.weight` beside a tied embedding.
 
-Which tensor belongs where: `models.weight_slices`. Finding, fetching and converting: `checkpoint`.
+Which tensor belongs where: `architectures.weight_slices`. Finding and converting: `checkpoint`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from minivllm.architectures import WeightSlice, model_config, weight_slices
 from minivllm.dist import Group
 from minivllm.errors import CorruptFileError, WeightsError
-from minivllm.models import Decoder, WeightSlice, model_config, weight_slices
+from minivllm.models import Decoder
 
 
 def load_model(
-    path: Path,
+    path: Path | None,
     hf_config: Mapping[str, Any],
     *,
     dtype: torch.dtype,
     device: torch.device | str,
     max_model_len: int,
     group: Group,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Decoder:
-    """The decoder that `hf_config` describes, with the weights in the directory `path`.
+    """The decoder that `hf_config` describes, with the weights in the directory `path`, or with
+    `tensors` by their names in such files.
 
     Raises: `UnsupportedArchitectureError` or `ModelError` for the config; `WeightsError` for a
             missing, unexpected, repeated or misshaped tensor, or an absent file;
             `CorruptFileError` for a damaged file
     """
     config = model_config(hf_config)
-    files = _weight_files(path)
+    if tensors is not None:
+        named: Iterable[_Named] = (_Named("tensors", *item) for item in tensors.items())
+    else:
+        assert path is not None, "weights come from a directory or as tensors"
+        named = _read_all(_weight_files(path))
     model = Decoder(
         config,
         dtype=dtype,
@@ -56,23 +63,36 @@ def load_model(
     parameters = dict(model.named_parameters())
     unfilled = weight_slices(config)
     filled: set[str] = set()
+    for source, name, tensor in named:
+        if name in filled:
+            raise WeightsError(f"{source}: {name} was already in an earlier file")
+        if name in unfilled:
+            _fill(parameters, unfilled.pop(name), name, tensor)
+            filled.add(name)
+        elif not _carries_nothing(name):
+            raise WeightsError(f"{source}: {name} is unexpected")
+    if unfilled:
+        names = ", ".join(list(unfilled)[:5])
+        raise WeightsError(
+            f"{path or 'tensors'} lacks {len(unfilled)} tensors, among them {names}"
+        )
+    return model
+
+
+class _Named(NamedTuple):
+    source: str
+    name: str
+    tensor: torch.Tensor
+
+
+def _read_all(files: list[Path]) -> Iterator[_Named]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if name in filled:
-                        raise WeightsError(f"{file}: {name} was already in an earlier file")
-                    if name in unfilled:
-                        _fill(parameters, unfilled.pop(name), name, tensors.get_tensor(name))
-                        filled.add(name)
-                    elif not _carries_nothing(name):
-                        raise WeightsError(f"{file}: {name} is unexpected")
+                    yield _Named(str(file), name, tensors.get_tensor(name))
         except SafetensorError as error:
             raise CorruptFileError(f"{file} is damaged: {error}") from error
-    if unfilled:
-        names = ", ".join(list(unfilled)[:5])
-        raise WeightsError(f"{path} lacks {len(unfilled)} tensors, among them {names}")
-    return model
 
 
 def _carries_nothing(name: str) -> bool:

@@ -17,20 +17,42 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from minivllm.attention import ForwardBatch, allocate_kv_cache, kv_block_bytes
-from minivllm.batch import NewRow, Ready, RowLogprobs, StepPlan, StepResult
+from minivllm.attention import ForwardBatch, LayerCache, allocate_kv_cache, kv_block_bytes
+from minivllm.batch import (
+    LoadWeights,
+    NewRow,
+    Order,
+    Ready,
+    RowLogprobs,
+    SampleInputs,
+    Sleep,
+    StepPlan,
+    StepResult,
+    WakeUp,
+)
 from minivllm.config import WorkerConfig
 from minivllm.dist import Group
 from minivllm.errors import ConfigError, WorkerError
 from minivllm.loader import load_model
-from minivllm.sampling import SampleOutput, SamplingBatch, sample
+from minivllm.models import Decoder
+from minivllm.sampling import (
+    LOGPROB_ROWS,
+    NOT_FINITE,
+    AdjustedRow,
+    Logprobs,
+    LogprobsMode,
+    SampleOutput,
+    SamplingBatch,
+    gather_logprobs,
+    sample,
+)
 
 _T = TypeVar("_T")
 
@@ -42,6 +64,9 @@ _DTYPES = {
 }
 
 
+_SCALARS = ("temperature", "top_k", "top_p", "min_p", "seed", "child", "num_logprobs")
+
+
 class _Rows:
     """What the worker knows of each row, one line per row."""
 
@@ -51,11 +76,16 @@ class _Rows:
         self.block_table = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
+        self.num_scored = np.zeros(num_rows, np.int64)
+        self.prompt_len = np.zeros(num_rows, np.int64)
+        self.inputs: list[SampleInputs] = [SampleInputs(seed=0)] * num_rows
+        self.is_adjusted = np.zeros(num_rows, bool)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
         self.top_p = np.zeros(num_rows, np.float32)
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
+        self.child = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.zeros(num_rows, np.int64)
 
     def start(self, new: NewRow) -> None:
@@ -65,12 +95,12 @@ class _Rows:
         self.block_table[row] = 0
         self.num_blocks[row] = 0
         self.num_computed[row] = new.num_computed
-        self.temperature[row] = new.temperature
-        self.top_k[row] = new.top_k
-        self.top_p[row] = new.top_p
-        self.min_p[row] = new.min_p
-        self.seed[row] = new.seed
-        self.num_logprobs[row] = new.num_logprobs
+        self.num_scored[row] = new.num_scored
+        inputs = new.inputs
+        self.inputs[row] = inputs
+        self.is_adjusted[row] = inputs.adjusts or bool(inputs.logprob_token_ids)
+        for name in ("prompt_len", *_SCALARS):
+            getattr(self, name)[row] = getattr(inputs, name)
 
     def add_blocks(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]
@@ -89,49 +119,57 @@ class ModelRunner:
         """
         self._config = config
         self._phase_s: dict[str, float] = {}
-        path = Path(config.model_path)
-        hf_config = json.loads((path / "config.json").read_text())
-        dtype = _DTYPES[config.dtype]
-        self._model = self._timed(
-            "load",
-            lambda: load_model(
-                path,
-                hf_config,
-                dtype=dtype,
-                device="cpu",
-                max_model_len=config.max_model_len,
-                group=Group(),
-            ),
-        )
-        self._timed("pack", self._model.pack)
+        self._dtype = _DTYPES[config.dtype]
+        self._hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
+        self._model = self._timed("load", lambda: self._load(config.model_path))
         model = self._model.config
         block_bytes = kv_block_bytes(
             num_layers=model.num_layers,
             block_size=config.block_size,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=dtype,
+            dtype=self._dtype,
         )
         self._num_blocks = config.num_blocks or _num_blocks(config, block_bytes)
-        self._caches = self._timed(
-            "kv_cache",
-            lambda: allocate_kv_cache(
-                num_layers=model.num_layers,
-                num_blocks=self._num_blocks,
-                block_size=config.block_size,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=dtype,
-                device="cpu",
-            ),
-        )
+        self._caches = self._timed("kv_cache", self._allocate)
         self._memory_bytes = {
             "weights": sum(p.numel() * p.element_size() for p in self._model.parameters()),
             "kv_cache": self._num_blocks * block_bytes,
         }
         self._rows = _Rows(config.max_num_seqs, config.max_model_len, config.block_size)
         self._next_step = 0
+        self._mode = LogprobsMode(
+            processed=config.logprobs_mode.startswith("processed"),
+            normalized=config.logprobs_mode.endswith("logprobs"),
+        )
+        self._profiler: torch.profiler.profile | None = None
+        self._profile_dir = ""
         self._timed("warm_up", self._warm_up)
+
+    def _load(self, path: str | None, tensors: Mapping[str, torch.Tensor] | None = None) -> Decoder:
+        model = load_model(
+            None if path is None else Path(path),
+            self._hf_config,
+            dtype=self._dtype,
+            device="cpu",
+            max_model_len=self._config.max_model_len,
+            group=Group(),
+            tensors=tensors,
+        )
+        model.pack()
+        return model
+
+    def _allocate(self) -> list[LayerCache]:
+        model = self._model.config
+        return allocate_kv_cache(
+            num_layers=model.num_layers,
+            num_blocks=self._num_blocks,
+            block_size=self._config.block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self._dtype,
+            device="cpu",
+        )
 
     def _timed(self, phase: str, work: Callable[[], _T]) -> _T:
         start_s = time.perf_counter()
@@ -149,11 +187,38 @@ class ModelRunner:
             self._memory_bytes,
         )
 
+    def carry_out(self, order: Order) -> None:
+        """Do what an order says, between two steps; see `batch`.
+
+        Raises: `ModelError` for weights that cannot be used, and the old ones stay
+        """
+        if isinstance(order, LoadWeights):
+            self._model = self._load(order.path, order.tensors)
+        elif isinstance(order, Sleep):
+            self._caches = []
+            if order.level == 2:
+                self._model.drop()
+        elif isinstance(order, WakeUp):
+            if self._model.is_dropped:
+                self._model = self._load(self._config.model_path)
+            self._caches = self._allocate()
+        elif order.directory is not None:
+            self._profile_dir = order.directory
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            profiler.export_chrome_trace(
+                str(Path(self._profile_dir) / f"minivllm-{os.getpid()}-{time.time_ns()}.json")
+            )
+
     def _warm_up(self) -> None:
         """Run each kind of kernel once, on the null block, so that no request pays for it."""
         for num_tokens in (1, min(64, self._config.max_num_batched_tokens)):
             num_tokens = min(num_tokens, self._config.block_size)
-            new = NewRow(0, bytes(4 * num_tokens), 0, 1.0, 0, 1.0, 0.0, 0, 0)
+            inputs = SampleInputs(seed=0, num_logprobs=0)
+            new = NewRow(0, bytes(4 * num_tokens), 0, num_tokens, inputs)
             plan = StepPlan(0, self._next_step, [new], [0], [num_tokens], [True], [(0, [0])])
             self.step(plan)
         for cache in self._caches:
@@ -182,11 +247,13 @@ class ModelRunner:
         batch = self._forward_batch(rows, query_lens, samples)
         hidden = self._model(batch, self._caches)
         failed = self._failed(hidden, batch)
+        prompt_logprobs = self._score_prompts(hidden, rows, query_lens)
 
         sampling_rows = rows[samples]
         positions = (self._rows.num_computed[rows] + query_lens)[samples]
         output = self._sample(hidden[batch.logits_idx], sampling_rows, positions)
-        failed |= set(np.flatnonzero(samples)[output.failed.numpy()].tolist())
+        sampled_idx = np.flatnonzero(samples).tolist()
+        failed |= {sampled_idx[row]: why for row, why in output.failed.items()}
         token_ids = output.token_ids.numpy()
         self._rows.token_ids[sampling_rows, positions] = token_ids
         self._rows.num_computed[rows] += query_lens
@@ -195,7 +262,8 @@ class ModelRunner:
             step=plan.step,
             tokens=[[token_id] for token_id in token_ids.tolist()],
             logprobs=_row_logprobs(output, self._rows.num_logprobs[sampling_rows]),
-            failed=sorted(failed),
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
             seconds=time.perf_counter() - start_s,
         )
 
@@ -223,12 +291,42 @@ class ModelRunner:
             logits_idx=torch.from_numpy(ends[samples] - 1),
         )
 
-    def _failed(self, hidden: torch.Tensor, batch: ForwardBatch) -> set[int]:
-        """Indices of the rows whose last hidden state is not finite. What is wrong with an earlier
-        token of a row shows in its last one, which attends to it."""
+    def _failed(self, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, str]:
+        """The rows whose last hidden state is not finite. What is wrong with an earlier token of a
+        row shows in its last one, which attends to it."""
         last = hidden[batch.query_starts[1:].long() - 1]
         finite = torch.isfinite(last).all(dim=1)
-        return set(torch.nonzero(~finite).flatten().tolist())
+        return dict.fromkeys(torch.nonzero(~finite).flatten().tolist(), NOT_FINITE)
+
+    def _score_prompts(
+        self, hidden: torch.Tensor, rows: np.ndarray, query_lens: np.ndarray
+    ) -> list[tuple[int, list[RowLogprobs]]]:
+        """Log-probabilities of prompt tokens, for the rows that asked. The logits of position p
+        score the token after it; a few positions at a time, so that the memory is bounded."""
+        known = self._rows
+        scored = []
+        ends = np.cumsum(query_lens)
+        for idx in np.flatnonzero(known.num_scored[rows] < known.prompt_len[rows]).tolist():
+            row, end = rows[idx], int(ends[idx])
+            num_computed = int(known.num_computed[row])
+            first = int(known.num_scored[row])
+            last = min(num_computed + int(query_lens[idx]), int(known.prompt_len[row]) - 1)
+            count = known.inputs[row].num_prompt_logprobs
+            found: list[RowLogprobs] = []
+            for start in range(first, last + 1, LOGPROB_ROWS):
+                targets = known.token_ids[row, start : min(start + LOGPROB_ROWS, last + 1)]
+                offset = end - int(query_lens[idx]) + start - 1 - num_computed
+                logprobs = gather_logprobs(
+                    self._model.compute_logits(hidden[offset : offset + len(targets)]),
+                    torch.from_numpy(targets).to(hidden.device),
+                    np.full(len(targets), count),
+                    normalized=self._mode.normalized,
+                )
+                found += _as_rows(logprobs)
+            if found:
+                known.num_scored[row] += len(found)
+                scored.append((idx, found))
+        return scored
 
     def _sample(
         self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray
@@ -240,24 +338,31 @@ class ModelRunner:
             top_p=known.top_p[rows],
             min_p=known.min_p[rows],
             seeds=known.seed[rows].view(np.int64),
-            children=np.zeros(len(rows), np.int64),
+            children=known.child[rows],
             positions=positions,
             num_logprobs=known.num_logprobs[rows],
         )
-        return sample(self._model.compute_logits(hidden), batch)
+        adjusted = [
+            AdjustedRow(idx, known.inputs[rows[idx]], known.token_ids[rows[idx], : positions[idx]])
+            for idx in np.flatnonzero(known.is_adjusted[rows]).tolist()
+        ]
+        return sample(self._model.compute_logits(hidden), batch, adjusted, self._mode)
 
 
 def _row_logprobs(output: SampleOutput, num_logprobs: np.ndarray) -> list[RowLogprobs | None]:
     """Per sampling row what it asked for; empty when none asked."""
     if output.logprobs is None:
         return []
-    found = output.logprobs
     per_row: list[RowLogprobs | None] = [None] * len(num_logprobs)
-    columns = (found.rows, found.token_ids, found.logprobs, found.ranks)
-    for row, token_ids, logprobs, rank in zip(*(c.tolist() for c in columns), strict=True):
+    for row, found in zip(output.logprobs.rows.tolist(), _as_rows(output.logprobs), strict=True):
         count = 1 + int(num_logprobs[row])
-        per_row[row] = RowLogprobs(token_ids[:count], logprobs[:count], rank)
+        per_row[row] = RowLogprobs(found.token_ids[:count], found.logprobs[:count], found.rank)
     return per_row
+
+
+def _as_rows(found: Logprobs) -> list[RowLogprobs]:
+    columns = (found.token_ids.tolist(), found.logprobs.tolist(), found.ranks.tolist())
+    return [RowLogprobs(*row) for row in zip(*columns, strict=True)]
 
 
 def _num_blocks(config: WorkerConfig, block_bytes: int) -> int:

@@ -1,40 +1,36 @@
-"""One decoder, described by data, and the table of architectures that it can be.
+"""One decoder, whatever its architecture: the forward pass.
 
-    config.json ── model_config ──> ModelConfig ── Decoder ──> parameters, uninitialised
-                                        └── weight_slices ──> where each tensor of a file belongs
+    token ids ─> embed ─> L layers ─> norm ─> hidden ─> head ─> logits
 
-An architecture is a row of `_ARCHITECTURES`: how to read its config, and the names of its weights.
-A new one is a few lines as long as its data flow is this:
+The data flow, where a norm or a scale that a model lacks does nothing:
 
-    x = embed(token_ids)
-    L times:  x = x + attention(norm(x));  x = x + mlp(norm(x))
-    hidden = norm(x);  logits = head(hidden)
+    x = embed(token_ids) * scale
+    L times:  x = x + norm(attention(norm(x))) * scale;  x = x + norm(mlp(norm(x))) * scale
+    hidden = norm(x);  logits = cap(head(hidden * scale))
 
-Fused weights stack their parts by rows: qkv = q | k | v, gate_up = gate | up. A tied head is the
-embedding tensor itself.
-
-Invariants: the slices of `weight_slices` cover every parameter's rows exactly once; the forward
-takes each tensor as an argument, keeps no state between steps and does not ask how many ranks
-there are. Rotary types and layers: `layers`. Reading the files: `loader`. Shape letters:
-`attention`.
+Invariants: the forward takes each tensor as an argument, keeps no state between steps, and asks
+neither how many ranks there are nor which architecture this is; a tied head is the embedding tensor
+itself, until it is packed. Which model has which switches: `architectures`. The parts: `layers`.
+Shape letters: `attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.architectures import NORMS, ModelConfig, qk_norm_sizes
 from minivllm.attention import ForwardBatch, LayerCache, paged_attention, store_kv
 from minivllm.dist import Group
-from minivllm.errors import ModelError, UnsupportedArchitectureError
 from minivllm.layers import (
     GatedMLP,
     Linear,
+    QKNorm,
     RMSNorm,
     RowLinear,
     empty_parameter,
@@ -46,58 +42,12 @@ from minivllm.layers import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder's dimensions and switches, whatever its family calls them."""
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: Mapping[str, Any]
-    """`rope_type`, `rope_theta` and what the type needs; see `layers.rope_frequencies`."""
-    tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    dtype: str
-    """The name of the torch dtype that the weights were saved in."""
-
-
-class WeightSlice(NamedTuple):
-    """The rows `start : start + num_rows` of a parameter of `Decoder`."""
-
-    parameter: str
-    start: int
-    num_rows: int
-
-
-class _Architecture(NamedTuple):
-    config: Callable[[Mapping[str, Any]], ModelConfig]
-    slices: Callable[[ModelConfig], dict[str, WeightSlice]]
-
-
-def model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """What `config.json` says, in either of transformers' spellings (v4 and v5).
-
-    Raises: `UnsupportedArchitectureError` for an architecture that is not in the table;
-            `ModelError` for a key that is missing or a value that the decoder cannot have
-    """
-    architecture = _architecture((hf_config.get("architectures") or ["none"])[0])
-    try:
-        return architecture.config(hf_config)
-    except KeyError as error:
-        raise ModelError(f"config.json lacks {error}") from None
-
-
-def weight_slices(config: ModelConfig) -> dict[str, WeightSlice]:
-    """Where each tensor of a checkpoint belongs, by the tensor's name in the files."""
-    return _architecture(config.architecture).slices(config)
+def _norm_maker(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> Callable[[int], RMSNorm]:
+    return partial(
+        RMSNorm, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype, device=device
+    )
 
 
 class Attention(nn.Module):
@@ -107,58 +57,95 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, group: Group, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        window: int,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
+        self.soft_cap = config.attention_soft_cap
+        self.window = window
+        E = config.hidden_size
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        common = {"bias": config.attention_bias, "dtype": dtype, "device": device}
-        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, **common)
-        self.o = RowLinear(q_size, config.hidden_size, group=group, **common)
+        placed = {"dtype": dtype, "device": device}
+        self.qkv = Linear(E, q_size + 2 * kv_size, bias=config.qkv_bias, **placed)
+        norms = [_norm_maker(config, **placed)(size) for size in qk_norm_sizes(config)]
+        self.qk_norm = QKNorm(q_size, kv_size, *norms) if norms else _unchanged
+        self.o = RowLinear(q_size, E, bias=config.o_bias, group=group, **placed)
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, rope: torch.Tensor
     ) -> torch.Tensor:
         """Store this step's keys and values, then attend over each row's blocks."""
         q, k, v = split_qkv(
-            self.qkv(x),
+            self.qk_norm(self.qkv(x)),
             batch.positions,
             rope,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
         )
         store_kv(k, v, cache, batch.slots)
-        return self.o(paged_attention(q, cache, batch, scale=self.scale).flatten(1))
+        attended = paged_attention(
+            q, cache, batch, scale=self.scale, window=self.window, soft_cap=self.soft_cap
+        )
+        return self.o(attended.flatten(1))
 
 
 class DecoderLayer(nn.Module):
-    """One attention and one MLP, each normalised before and added to the residual after.
+    """One attention and one MLP, each with the norms that the model has and a residual.
 
     Shapes: x [T, E]; rope [max_model_len, 2, C]; out [T, E]
     """
 
     def __init__(
-        self, config: ModelConfig, *, group: Group, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        window: int,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         E = config.hidden_size
         placed = {"dtype": dtype, "device": device}
-        self.attention_norm = RMSNorm(E, eps=config.rms_norm_eps, **placed)
-        self.attention = Attention(config, group=group, **placed)
-        self.mlp_norm = RMSNorm(E, eps=config.rms_norm_eps, **placed)
+        self.attention = Attention(config, window=window, group=group, **placed)
         self.mlp = GatedMLP(
-            E, config.intermediate_size, bias=config.mlp_bias, group=group, **placed
+            E,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=config.mlp_bias,
+            group=group,
+            **placed,
         )
+        make_norm = _norm_maker(config, **placed)
+        norms = {name: make_norm(E) for name in NORMS[config.norms].values()}
+        self.attention_norm = norms.get("attention_norm", _unchanged)
+        self.attention_out_norm = norms.get("attention_out_norm", _unchanged)
+        self.mlp_norm = norms.get("mlp_norm", _unchanged)
+        self.mlp_out_norm = norms.get("mlp_out_norm", _unchanged)
+        self.residual_scale = config.residual_scale
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, rope: torch.Tensor
     ) -> torch.Tensor:
         """Two residual steps."""
-        x = x + self.attention(self.attention_norm(x), batch, cache, rope)
-        return x + self.mlp(self.mlp_norm(x))
+        out = self.attention(self.attention_norm(x), batch, cache, rope)
+        x = torch.add(x, self.attention_out_norm(out), alpha=self.residual_scale)
+        out = self.mlp(self.mlp_norm(x))
+        return torch.add(x, self.mlp_out_norm(out), alpha=self.residual_scale)
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    """In place of a norm that a model lacks."""
+    return x
 
 
 class Decoder(nn.Module):
@@ -182,17 +169,14 @@ class Decoder(nn.Module):
         placed = {"dtype": dtype, "device": device}
         self.embed = empty_parameter(V, E, **placed)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, group=group, **placed) for _ in range(config.num_layers)
+            DecoderLayer(config, window=layer.window, group=group, **placed)
+            for layer in config.layers
         )
-        self.norm = RMSNorm(E, eps=config.rms_norm_eps, **placed)
+        self.norm = _norm_maker(config, **placed)(E)
         self.head = self.embed if config.tie_word_embeddings else empty_parameter(V, E, **placed)
-        inv_freq, scale = rope_frequencies(
-            config.rope,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            max_model_len=max_model_len,
-        )
-        self.register_buffer("rope", rope_table(inv_freq, scale, max_model_len).to(device))
+        self.ropes = [table.to(device) for table in _rope_tables(config, max_model_len)]
+        # Rounded as the weights are: Gemma was trained with sqrt(E) in bfloat16.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> torch.Tensor:
         """The last hidden state of every token of the step.
@@ -200,9 +184,9 @@ class Decoder(nn.Module):
         Shapes: out [T, E], after the final norm
         Needs:  every position below max_model_len; one cache per layer
         """
-        x = F.embedding(batch.token_ids, self.embed)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, batch, cache, self.rope)
+        x = F.embedding(batch.token_ids, self.embed) * self.embedding_scale
+        for layer, cache, rope in zip(self.layers, caches, self.ropes, strict=True):
+            x = layer(x, batch, cache, rope)
         return self.norm(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -210,7 +194,20 @@ class Decoder(nn.Module):
 
         Shapes: hidden [S, E]; out [S, V] float32
         """
-        return linear(hidden, self.head).float()
+        logits = linear(hidden * self.config.logit_scale, self.head).float()
+        cap = self.config.logit_soft_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def drop(self) -> None:
+        """Let go of the weights; nothing can be computed any more."""
+        for module in self.modules():
+            for name, _ in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(0), requires_grad=False))
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether `drop` was called."""
+        return self.embed.numel() == 0
 
     def pack(self) -> None:
         """Lay the filled weights out for speed (`layers.pack`), one at a time, so that it takes the
@@ -221,90 +218,24 @@ class Decoder(nn.Module):
         self.head = pack(self.head)
 
 
-# ------------------------------------------------------------------------------- architectures
+def _rope_tables(config: ModelConfig, max_model_len: int) -> list[torch.Tensor]:
+    """Each layer's table; layers with the same parameters share one. No rotation: no pairs.
 
-
-def _llama_config(hf: Mapping[str, Any]) -> ModelConfig:
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
-    num_heads = hf["num_attention_heads"]
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
-        vocab_size=hf["vocab_size"],
-        max_position_embeddings=hf.get("max_position_embeddings", 2048),
-        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope=_rope_params(hf),
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        attention_bias=hf.get("attention_bias", False),
-        mlp_bias=hf.get("mlp_bias", False),
-        dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
-    )
-
-
-def _rope_params(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Version 5 keeps all of it in `rope_parameters`; version 4 spreads it over three keys."""
-    params = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    older_name = params.pop("type", "default")
-    params.setdefault("rope_type", older_name)
-    params.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
-    trained = hf.get("original_max_position_embeddings")
-    if trained is not None:  # the top level wins, as in transformers
-        params["original_max_position_embeddings"] = trained
-    elif "max_position_embeddings" in hf:
-        params.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    if hf.get("partial_rotary_factor") is not None:
-        params.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
-    return params
-
-
-def _llama_slices(config: ModelConfig) -> dict[str, WeightSlice]:
-    q_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    E = config.hidden_size
-    inner_size = config.intermediate_size
-    slices = {
-        "model.embed_tokens.weight": WeightSlice("embed", 0, config.vocab_size),
-        "model.norm.weight": WeightSlice("norm.weight", 0, E),
-    }
-    if not config.tie_word_embeddings:
-        slices["lm_head.weight"] = WeightSlice("head", 0, config.vocab_size)
-    # Name in the file, name in the decoder, the rows it starts at and has, whether it has a bias.
-    parts = [
-        ("input_layernorm", "attention_norm", 0, E, False),
-        ("self_attn.q_proj", "attention.qkv", 0, q_size, config.attention_bias),
-        ("self_attn.k_proj", "attention.qkv", q_size, kv_size, config.attention_bias),
-        ("self_attn.v_proj", "attention.qkv", q_size + kv_size, kv_size, config.attention_bias),
-        ("self_attn.o_proj", "attention.o", 0, E, config.attention_bias),
-        ("post_attention_layernorm", "mlp_norm", 0, E, False),
-        ("mlp.gate_proj", "mlp.gate_up", 0, inner_size, config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", inner_size, inner_size, config.mlp_bias),
-        ("mlp.down_proj", "mlp.down", 0, E, config.mlp_bias),
-    ]
-    for i in range(config.num_layers):
-        for theirs, ours, start, num_rows, has_bias in parts:
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                slices[f"model.layers.{i}.{theirs}.{kind}"] = WeightSlice(
-                    f"layers.{i}.{ours}.{kind}", start, num_rows
-                )
-    return slices
-
-
-_ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture(_llama_config, _llama_slices),
-}
-
-
-def _architecture(name: str) -> _Architecture:
-    if name not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
-        raise UnsupportedArchitectureError(
-            f"architecture {name!r} is not supported; supported: {supported}"
-        )
-    return _ARCHITECTURES[name]
+    Shapes: out L of [max_model_len, 2, C] float32
+    """
+    kinds: list[Mapping[str, Any] | None] = []
+    tables: list[torch.Tensor] = []
+    for layer in config.layers:
+        if layer.rope in kinds:
+            continue
+        inv_freq, scale = torch.empty(0), 1.0
+        if layer.rope is not None:
+            inv_freq, scale = rope_frequencies(
+                layer.rope,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                max_model_len=max_model_len,
+            )
+        kinds.append(layer.rope)
+        tables.append(rope_table(inv_freq, scale, max_model_len))
+    return [tables[kinds.index(layer.rope)] for layer in config.layers]

@@ -1,7 +1,7 @@
 """From logits to tokens: the logits pipeline, counter-based noise, log-probabilities.
 
-    logits ─ temperature ─ min_p ─ top_k ─ top_p ─(+)─ argmax ─> token
-                                                  Gumbel noise
+    logits ─ adjust ─ temperature ─ min_p ─ top_k ─ top_p ─(+)─ argmax ─> token
+             masks, biases, penalties                    Gumbel noise
 
 Adding Gumbel noise to logits and taking the argmax draws from their softmax. The noise of one token
 is a pure function of (seed, child, position, purpose, token id), the counter-based generator
@@ -10,8 +10,9 @@ the batch, the preemptions, the rank or the replica. Greedy rows (temperature 0)
 their logits and cost no noise.
 
 A stage of the pipeline is a pure function (logits, batch) -> logits that touches only the rows
-using it. Those that reshape the distribution are listed in STAGES. What must bind greedy rows too
-(penalties, biases, masks) belongs in front of `scores`.
+using it. Those that reshape the distribution are listed in STAGES. What binds greedy rows too is in
+ADJUSTMENTS: functions of one row's logits, its parameters and its tokens so far, which hold no
+state, so that a row adjusted here is adjusted alike after a preemption and beside any neighbour.
 
 Invariants: a row's tokens and log-probabilities do not depend on its neighbours, bit for bit (no
 sum may be split differently when the batch grows; softmax and cumsum run row by row); a row that
@@ -26,16 +27,20 @@ Gumbel-max: Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014, and the ref
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch  # before numba, which then shares torch's OpenMP runtime
 from numba import njit, prange
 
+from minivllm.batch import SampleInputs
+
 # Rows whose log-probabilities are held at once: 16 rows of 150,000 floats are 10 MB.
-_LOGPROB_ROWS = 16
+LOGPROB_ROWS = 16
 
 
 class Purpose(IntEnum):
@@ -77,25 +82,203 @@ class SampleOutput:
     """The tokens of one step."""
 
     token_ids: torch.Tensor  # [S] int64; 0 where failed
-    failed: torch.Tensor  # [S] bool
+    failed: dict[int, str]  # row -> why it has no token
     logprobs: Logprobs | None  # None: no row asked
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+class AdjustedRow(NamedTuple):
+    """A row whose parameters change logits beyond temperature and truncation."""
+
+    row: int
+    inputs: SampleInputs
+    token_ids: np.ndarray  # [position] int64; prompt, then output
+
+
+class LogprobsMode(NamedTuple):
+    """What is reported: of logits as the model gave them or as processed; normalised or not."""
+
+    processed: bool
+    normalized: bool
+
+
+RAW_LOGPROBS = LogprobsMode(processed=False, normalized=True)
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    adjusted_rows: Sequence[AdjustedRow] = (),
+    mode: LogprobsMode = RAW_LOGPROBS,
+) -> SampleOutput:
     """Draw one token per row.
 
-    A row fails, alone, if its logits contain NaN or +inf or leave nothing to sample (all -inf).
-    Log-probabilities are those of `logits` as given, before temperature and truncation.
+    A row fails, alone, if its logits contain NaN or +inf, if bans leave nothing to sample, or if a
+    processor of its own raises.
 
     Shapes: logits [S, V] float32 contiguous
     """
-    best, token_ids = scores(logits, batch).max(dim=-1)
+    adjusted, failed = adjust(logits, adjusted_rows)
+    processed = reshape(adjusted, batch)
+    best, token_ids = add_noise(processed, batch).max(dim=-1)
     # No stage hides a NaN or +inf, and the maximum of a row is NaN if anything in it is.
-    failed = ~best.isfinite()
-    token_ids = token_ids.masked_fill(failed, 0)
-    asked = batch.num_logprobs.max(initial=-1) >= 0
-    logprobs = gather_logprobs(logits, token_ids, batch.num_logprobs) if asked else None
+    for row in torch.nonzero(~best.isfinite()).flatten().tolist():
+        is_banned = best[row] == -torch.inf and logits[row].amax().isfinite()
+        failed.setdefault(row, NOTHING_LEFT if is_banned else NOT_FINITE)
+    if failed:
+        token_ids = token_ids.index_fill(0, torch.tensor(list(failed), device=token_ids.device), 0)
+    logprobs = None
+    if batch.num_logprobs.max(initial=-1) >= 0:
+        listed = {r.row: r.inputs.logprob_token_ids for r in adjusted_rows}
+        logprobs = gather_logprobs(
+            processed if mode.processed else logits,
+            token_ids,
+            batch.num_logprobs,
+            listed=listed,
+            normalized=mode.normalized,
+        )
     return SampleOutput(token_ids=token_ids, failed=failed, logprobs=logprobs)
+
+
+NOT_FINITE = "the model's numbers were not finite"
+NOTHING_LEFT = "the request's bans leave no token to sample"
+
+
+# ---------------------------------------------------------------------------------- adjustments
+
+
+def adjust(
+    logits: torch.Tensor, rows: Sequence[AdjustedRow]
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """Logits as changed by each row's own parameters; and the rows that failed, with the reason.
+
+    Shapes: logits [S, V] float32; out [S, V], a copy if anything changed
+    """
+    failed: dict[int, str] = {}
+    if not rows:
+        return logits, failed
+    logits = logits.clone()
+    for row, inputs, token_ids in rows:
+        for adjust_row in ADJUSTMENTS:
+            adjust_row(logits[row], inputs, token_ids)
+        for processor in inputs.processors:
+            try:
+                logits[row] = processor(token_ids[inputs.prompt_len :].tolist(), logits[row])
+            except Exception as error:  # noqa: BLE001 (the user's code: it fails its request)
+                failed[row] = f"its logits processor raised {type(error).__name__}: {error}"
+    return logits, failed
+
+
+def allow(logits: torch.Tensor, inputs: SampleInputs, _token_ids: np.ndarray) -> None:
+    """Nothing but `allowed_token_ids`."""
+    if inputs.allowed_token_ids:
+        _keep_only(logits, inputs.allowed_token_ids)
+
+
+def ban_words(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
+    """No token that completes a bad word, whichever tokens spelled its beginning.
+
+    A word is a graph over its bytes. The places in it that the output's last tokens can have
+    reached are followed token by token; from each, an edge to the end is banned:
+
+        "abc" with tokens a, ab, bc, c:   0 -a-> 1 -bc-> 3,  0 -ab-> 2 -c-> 3
+        after "..ab" the places are {0, 2}: "c" is banned;  "a" and "ab" lead on, and stay
+    """
+    output = token_ids[inputs.prompt_len :]
+    for edges in inputs.bad_words:
+        end = max(stop for _, _, stop in edges)
+        places = {0}
+        for token_id in output[-end:].tolist():  # a token is a byte at least
+            places = {0} | {b for a, t, b in edges if a in places and t == token_id}
+        banned = [t for a, t, b in edges if b == end and a in places]
+        if banned:
+            logits[banned] = -torch.inf
+
+
+def postpone_end(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
+    """No token that ends the output before `min_len`."""
+    if len(token_ids) < inputs.min_len and inputs.end_ids:
+        logits[inputs.end_ids] = -torch.inf
+
+
+def bias(logits: torch.Tensor, inputs: SampleInputs, _token_ids: np.ndarray) -> None:
+    """`logit_bias` added."""
+    if inputs.logit_bias:
+        ids, values = zip(*inputs.logit_bias, strict=True)
+        logits[list(ids)] += torch.tensor(values, device=logits.device)
+
+
+def penalize(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
+    """Repetition penalty on what is in prompt or output (Keskar et al., arXiv 1909.05858), then
+    frequency and presence penalties on what is in the output."""
+    if inputs.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(token_ids)).to(logits.device)
+        old, factor = logits[seen], inputs.repetition_penalty
+        logits[seen] = torch.where(old > 0, old / factor, old * factor)
+    if inputs.frequency_penalty or inputs.presence_penalty:
+        ids, counts = np.unique(token_ids[inputs.prompt_len :], return_counts=True)
+        penalty = inputs.frequency_penalty * counts + inputs.presence_penalty
+        logits[torch.from_numpy(ids)] -= torch.from_numpy(penalty.astype(np.float32)).to(
+            logits.device
+        )
+
+
+def close_thoughts(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
+    """After `budget` tokens of thought, the tokens that close it."""
+    if inputs.thinking is None:
+        return
+    start_ids, end_ids = inputs.thinking.start_ids, inputs.thinking.end_ids
+    start = _last_end_of(start_ids, token_ids)
+    if start is None or _last_end_of(end_ids, token_ids[start:]) is not None:
+        return
+    num_over = len(token_ids) - start - inputs.thinking.budget
+    if num_over >= 0:
+        # As many of the closing tokens as stand there already, begun at the budget or before it.
+        done = next(
+            n
+            for n in range(min(len(end_ids) - 1, len(token_ids) - start), -1, -1)
+            if token_ids[len(token_ids) - n :].tolist() == end_ids[:n]
+        )
+        _keep_only(logits, [end_ids[done]])
+
+
+def force(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
+    """The output's first tokens, as given."""
+    num_output = len(token_ids) - inputs.prompt_len
+    if num_output < len(inputs.forced_ids):
+        forced = inputs.forced_ids[num_output]
+        logits.fill_(-torch.inf)
+        logits[forced] = 0.0
+
+
+Adjustment = Callable[[torch.Tensor, SampleInputs, np.ndarray], None]
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    allow,
+    ban_words,
+    postpone_end,
+    bias,
+    penalize,
+    close_thoughts,
+    force,
+)
+
+
+def _keep_only(logits: torch.Tensor, token_ids: list[int]) -> None:
+    kept = logits[token_ids]
+    logits.fill_(-torch.inf)
+    logits[token_ids] = kept
+
+
+def _last_end_of(pattern: list[int], token_ids: np.ndarray) -> int | None:
+    """Index behind the last place where `pattern` stands in `token_ids`.
+
+    >>> _last_end_of([1, 2], np.array([1, 2, 3, 1, 2, 1]))
+    5
+    """
+    if len(token_ids) < len(pattern):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(pattern))
+    found = np.flatnonzero((windows == pattern).all(axis=1))
+    return int(found[-1]) + len(pattern) if len(found) else None
 
 
 # ------------------------------------------------------------------------------------- pipeline
@@ -124,13 +307,22 @@ def _for_rows(uses: Callable[[SamplingBatch], np.ndarray]) -> Callable[[Stage], 
 
 
 @_for_rows(lambda batch: batch.temperature > 0)
-def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """What `sample` takes the argmax of: processed logits plus noise; a greedy row as it is.
+def reshape(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits of the distribution that is sampled; a greedy row as it is.
 
     Shapes: logits [S, V] float32 contiguous; out [S, V]
     """
     for stage in STAGES:
         logits = stage(logits, batch)
+    return logits
+
+
+@_for_rows(lambda batch: batch.temperature > 0)
+def add_noise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """What `sample` takes the argmax of; a greedy row as it is.
+
+    Shapes: logits [S, V] float32 contiguous; out [S, V]
+    """
     return add_gumbel(logits, batch, Purpose.TARGET)
 
 
@@ -198,9 +390,17 @@ def _sorted_falling(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_logprobs: np.ndarray,
+    *,
+    listed: Mapping[int, Sequence[int]] = types.MappingProxyType({}),
+    normalized: bool = True,
 ) -> Logprobs:
     """Log-softmax at each row's token and at the row's `num_logprobs` likeliest; -1 skips a row.
+
+    `listed`: rows that report these tokens instead, as many as their `num_logprobs`; with
+    `normalized` False the logits themselves are reported.
 
     Shapes: logits [S, V] float32; token_ids [S] int64; num_logprobs [S] int64, some not -1
     """
@@ -213,14 +413,20 @@ def gather_logprobs(
         logprobs=logits.new_full(shape, -torch.inf),
         ranks=token_ids.new_empty(len(rows)),
     )
-    for k, members in _equal_groups(num_likeliest, _LOGPROB_ROWS):
+    for k, members in _equal_groups(num_likeliest, LOGPROB_ROWS):
         n = torch.from_numpy(members).to(logits.device)
-        logprobs = logits[out.rows[n]].log_softmax(-1)
+        logprobs = logits[out.rows[n]]
+        if normalized:
+            logprobs = logprobs.log_softmax(-1)
         chosen_ids = token_ids[out.rows[n]].unsqueeze(-1)
         chosen = logprobs.gather(-1, chosen_ids)
-        top = logprobs.topk(k)
-        out.token_ids[n, : 1 + k] = torch.cat((chosen_ids, top.indices), dim=-1)
-        out.logprobs[n, : 1 + k] = torch.cat((chosen, top.values), dim=-1)
+        values, indices = logprobs.topk(k)
+        for i, row in enumerate(rows[members].tolist()):
+            if listed.get(row):
+                indices[i] = torch.tensor(listed[row], device=indices.device)
+                values[i] = logprobs[i, indices[i]]
+        out.token_ids[n, : 1 + k] = torch.cat((chosen_ids, indices), dim=-1)
+        out.logprobs[n, : 1 + k] = torch.cat((chosen, values), dim=-1)
         out.ranks[n] = 1 + (logprobs > chosen).sum(-1)
     return out
 

@@ -5,30 +5,31 @@ row that catches up samples. So batching, chunked prefill, resumption and verify
 
     waiting ──admit──> running ──finish──> ended         waiting: a heap in order of service
        ^  │               │                              parked: waiting for KV that a running
-       │  └─park──> parked│                                      row is computing right now
-       └────preempt───────┘                              running: sorted, oldest first
+       │  └─park──> parked│                                      row of no worse class computes
+       └────preempt───────┘                              running: sorted, first served first
 
-A step serves running requests, oldest first, each leaving one token of the budget to every row
-behind it; then it admits waiting ones, whole prompts' blocks reserved at once. When a running
-request finds no block, the youngest other one is preempted: its blocks are freed (what is full
-stays cached) and it waits in its old place. The oldest is never a victim: something finishes.
+A step serves by class (`policy`), in a class running requests, oldest first, before waiting ones.
+It leaves a token of the budget to every running row behind; a prompt gets all its blocks at once.
+Growth: a running row without a block preempts the worst, cheapest victim, and the step admits
+nobody. The oldest of the best class is never a victim, so something finishes. Eviction: a waiting
+request takes seat and blocks from strictly worse classes if it then starts in the same step; one
+whom only aging put ahead spares those without a new token, so that both get on, turn by turn.
 
 Overlap: `num_scheduled` counts tokens in flight as done, `num_pending` those sampled but unseen. A
-request in flight is no victim; one that ends in flight frees its blocks in `complete`, later.
-
+request in flight is no victim (to be evicted, it first sits out a step) and frees blocks later.
 Failure: `restart` turns the death of the workers into everyone's preemption. Rows in flight without
 progress are suspects: they resume apart, in halves of the group that died, until all moved on.
 
 Invariants: a step never exceeds its budget; one end per request; with unfinished requests and
-nothing in flight, `plan` always returns a step. Blocks: `blocks`. Text and stops: `engine`.
+nothing in flight, `plan` always returns a step. Blocks: `blocks`. Text and stops: `core`.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -36,6 +37,17 @@ from typing import NamedTuple
 from minivllm.batch import NewRow, RowLogprobs, StepPlan, StepResult
 from minivllm.blocks import BlockManager
 from minivllm.config import SchedulerConfig
+from minivllm.errors import EngineBusyError
+from minivllm.policy import (
+    Aging,
+    Deadlines,
+    Pace,
+    Rank,
+    StepTimes,
+    WaitingQueue,
+    fewest,
+    recompute_cost,
+)
 from minivllm.request import Request, RequestState
 
 MAX_STRIKES = 3
@@ -48,6 +60,12 @@ class SchedulerStats:
     """Counts since the engine started."""
 
     num_preemptions: int = 0
+    num_evictions: int = 0
+    """Preemptions for a waiting request of a better class; they count as preemptions too."""
+    num_timeouts: int = 0
+    num_dropped: int = 0
+    """Requests ended because they could not have their first token in time."""
+    num_demoted: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache by requests admitted for the first time."""
     prefix_hits: int = 0
@@ -56,11 +74,16 @@ class SchedulerStats:
 
 
 class Update(NamedTuple):
-    """What one applied step means for one request; `tokens` is None when its row failed."""
+    """What one applied step means for one request."""
 
     request: Request
-    tokens: list[int] | None
+    tokens: list[int]
+    """Sampled; already appended to the request."""
     logprobs: RowLogprobs | None
+    prompt_logprobs: list[RowLogprobs]
+    """Of the next prompt tokens."""
+    error: str | None
+    """Why the row failed; then there is nothing else."""
 
 
 class _InFlight(NamedTuple):
@@ -71,10 +94,23 @@ class _InFlight(NamedTuple):
 class _Step:
     """A plan being built."""
 
-    __slots__ = ("budget", "new_blocks", "new_rows", "query_lens", "requests", "samples")
+    __slots__ = (
+        "budget",
+        "held",
+        "may_admit",
+        "new_blocks",
+        "new_rows",
+        "pace",
+        "query_lens",
+        "requests",
+        "samples",
+    )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, pace: Pace | None) -> None:
         self.budget = budget
+        self.pace = pace
+        self.may_admit = True  # until a running request found no block
+        self.held: set[Request] = set()  # evicted, or to be as soon as they are not in flight
         self.requests: list[Request] = []
         self.query_lens: list[int] = []
         self.samples: list[bool] = []
@@ -85,8 +121,14 @@ class _Step:
 class Scheduler:
     """Owns every request's state and the block manager; see the module header."""
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.blocks = BlockManager(
             num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -94,10 +136,14 @@ class Scheduler:
         self.generation = 0
         self.in_flight: deque[_InFlight] = deque()
         self.running: list[Request] = []
-        self._waiting: list[tuple[bool, int, Request]] = []
-        self._num_dead = 0  # entries of _waiting whose request has ended
+        self._waiting = WaitingQueue()
+        self._deadlines = Deadlines(clock, self._shortest_s)
         self._parked: dict[bytes, list[Request]] = {}
         self._requests: dict[str, Request] = {}  # every request that has not ended
+        self._unanswered: set[Request] = set()  # those without a first token
+        self._num_unanswered_tokens = 0  # of their prompts
+        self._aging = Aging(config.aging_s, clock)
+        self._times = StepTimes()
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._next_step = 0
         self._suspects: set[Request] = set()
@@ -131,11 +177,29 @@ class Scheduler:
         """Every request that has not ended, in order of arrival."""
         return sorted(self._requests.values(), key=_by_age)
 
+    def check_room(self, num_reqs: int, num_tokens: int) -> None:
+        """Refuse so many requests, with so many prompt tokens together, if they are too many.
+
+        Raises: `EngineBusyError`
+        """
+        for name, more, now in (
+            ("max_num_queued_reqs", num_reqs, len(self._requests)),
+            ("max_num_queued_tokens", num_tokens, self._num_unanswered_tokens),
+        ):
+            limit = getattr(self.config, name)
+            if limit is not None and now + more > limit:
+                raise EngineBusyError(f"{name} is {limit}: {now} are queued, {more} more came")
+
     def add(self, request: Request) -> None:
         """Accept a new request; from here on it gets exactly one end."""
+        request.stats.arrival_s = self.clock()
         self._requests[request.id] = request
+        self._unanswered.add(request)
+        self._num_unanswered_tokens += request.prompt_len
         self.blocks.open(request.id, request.tokens, request.cache_salt)
+        self._aging.arrive(request)
         self._enqueue(request)
+        self._deadlines.add(request)
 
     def finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
         """The one end of a request, in any state. Its blocks are freed now, or, while a plan in
@@ -143,19 +207,22 @@ class Scheduler:
         assert not request.finished, f"request {request.id} ended twice"
         if request.state is RequestState.RUNNING:
             self._stop_running(request)
-        else:
-            self._num_dead += 1  # its entry in the heap or the park is skipped later
-            if 2 * self._num_dead > len(self._waiting) > 64:
-                alive = [r for _, _, r in self._waiting if not r.finished and r is not request]
-                self._requeue(alive)
-        request.state = RequestState.FINISHED
+        request.state = RequestState.FINISHED  # its entry in the heap or the park is skipped later
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        request.stats.finished_s = time.monotonic()
+        request.stats.finished_s = self.clock()
         self._suspects.discard(request)
+        self._answered(request)
         del self._requests[request.id]
+        self._waiting.prune(self.num_waiting)
+        self._deadlines.prune(len(self._requests))
         if not _is_in_flight(request):
             self._forget(request)
+
+    def _answered(self, request: Request) -> None:
+        if request in self._unanswered:
+            self._unanswered.remove(request)
+            self._num_unanswered_tokens -= request.prompt_len
 
     def _forget(self, request: Request) -> None:
         self._unpark(self.blocks.release(request.id))
@@ -163,34 +230,82 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        heapq.heappush(self._waiting, (not request.suspect, request.number, request))
-
-    def _requeue(self, requests: list[Request]) -> None:
-        self._waiting = [(not r.suspect, r.number, r) for r in requests]
-        heapq.heapify(self._waiting)
-        self._num_dead = 0
+        self._waiting.push(request)
 
     def _unpark(self, keys: list[bytes]) -> None:
         for key in keys:
             for request in self._parked.pop(key, ()):
-                if request.finished:
-                    self._num_dead -= 1
-                else:
+                if not request.finished:
                     self._enqueue(request)
 
+    def _order(self, request: Request) -> tuple[Rank, int]:
+        """Running requests in order: by rank, which is frozen, then by age."""
+        return self._aging.rank(request), request.number
+
     def _stop_running(self, request: Request) -> None:
-        self.running.pop(bisect.bisect_left(self.running, request.number, key=_by_age))
+        idx = bisect.bisect_left(self.running, self._order(request), key=self._order)
+        assert self.running.pop(idx) is request, "the running requests are out of order"
         assert request.row is not None, "a running request has a row"
         self._free_rows.append(request.row)
         request.row = None
+
+    # ---- deadlines --------------------------------------------------------------------------
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `overdue` should be asked next, on the scheduler's clock."""
+        return self._deadlines.next_s
+
+    def overdue(self) -> list[tuple[Request, str]]:
+        """The requests whose time is over, and for what: "timeout" or "ttft". The caller ends
+        them. Those that are demoted instead are not among them."""
+        over = []
+        for request, deadline in self._deadlines.overdue():
+            if deadline == "timeout":
+                self.stats.num_timeouts += 1
+            elif self.config.ttft_policy == "drop":
+                self.stats.num_dropped += 1
+            else:
+                self._demote(request)
+                continue
+            over.append((request, deadline))
+        return over
+
+    def _shortest_s(self, request: Request) -> float:
+        """The least time to the request's first token: what the cache lacks of its prompt, in steps
+        of its own."""
+        if self._times.max_tokens == 0:
+            return 0.0
+        num_hit = self.blocks.match(request.id, self._num_readable(request), claimed=True)
+        num_cached = num_hit * self.config.block_size
+        num_tokens, budget = request.prompt_len - num_cached, self.config.max_num_batched_tokens
+        return self._times.shortest(num_tokens, num_cached, budget)
+
+    def _demote(self, request: Request) -> None:
+        """From now on the request is served after all others."""
+        is_running = request.state is RequestState.RUNNING
+        if is_running:
+            self.running.remove(request)
+        request.stats.demoted = True
+        if is_running:
+            bisect.insort(self.running, request, key=self._order)
+        self.stats.num_demoted += 1
+        self._deadlines.add(request)
 
     # ---- planning ---------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute until a result arrives."""
-        step = _Step(self.config.max_num_batched_tokens)
-        if self._serve_running(step):
-            self._admit_waiting(step)
+        rows = deque(r for r in self.running if not self._suspects or r in self._suspects)
+        step = _Step(self.config.max_num_batched_tokens, self._pace(rows))
+        while step.may_admit and step.budget > 0 and (head := self._head()) is not None:
+            rank = self._aging.rank(head)
+            while rows and self._aging.rank(rows[0]) <= rank:
+                self._serve(step, rows)
+            if not step.may_admit or step.budget == 0 or not self._admit(step, head, rows):
+                break
+        while rows:
+            self._serve(step, rows)
         if not step.requests:
             return None
         plan = StepPlan(
@@ -207,46 +322,52 @@ class Scheduler:
         self.in_flight.append(_InFlight(plan, step.requests))
         return plan
 
-    def _serve_running(self, step: _Step) -> bool:
-        """Schedule running requests, oldest first. Returns whether waiting ones may be admitted:
-        not in a step in which a running one found no block."""
-        may_admit = True
-        if self._suspects:
-            candidates = [r for r in self.running if r in self._suspects]
-        else:
-            candidates = list(self.running)
-        for idx, request in enumerate(candidates):
-            if step.budget == 0:
-                break
-            if request.state is not RequestState.RUNNING:
-                continue  # preempted by an older one in this very step
-            num_behind = len(candidates) - idx - 1
-            num_tokens = self._num_tokens(request, max(1, step.budget - num_behind))
-            if num_tokens == 0:
-                continue
-            new_blocks = self._grow(request, request.num_scheduled + num_tokens)
-            if new_blocks is None:
-                may_admit = False
-                if request.state is RequestState.RUNNING:
-                    break  # those behind must come to rest, so that one of them can be a victim
-                continue
-            if len(new_blocks) > 0:
-                assert request.row is not None, "a running request has a row"
-                step.new_blocks.append((request.row, new_blocks))
-            self._schedule(step, request, num_tokens)
-        return may_admit and all(r.state is RequestState.RUNNING for r in candidates)
+    def _pace(self, rows: Iterable[Request]) -> Pace | None:
+        """What the rows that decode leave to prompts; None: everything."""
+        target_ms = self.config.itl_target_ms
+        if target_ms is None:
+            return None
+        context_lens = [r.num_scheduled for r in rows if self._num_missing(r) == 1]
+        if not context_lens:
+            return None
+        return Pace(self._times, target_ms / 1000, context_lens, self.config.block_size)
 
-    def _num_tokens(self, request: Request, budget: int) -> int:
-        """Tokens that the request computes in this step; 0 when it will end without another."""
+    def _serve(self, step: _Step, rows: deque[Request]) -> None:
+        """Schedule the first of the running requests that are left."""
+        request = rows.popleft()
+        if step.budget == 0 or request in step.held or request.state is not RequestState.RUNNING:
+            return
+        num_tokens = self._num_tokens(step, request, max(1, step.budget - len(rows)))
+        if num_tokens == 0:
+            return
+        new_blocks = self._grow(step, request, request.num_scheduled + num_tokens)
+        if new_blocks is None:
+            if request.state is RequestState.RUNNING:
+                rows.clear()  # they must come to rest, so that one of them can be a victim
+            return
+        if len(new_blocks) > 0:
+            assert request.row is not None, "a running request has a row"
+            step.new_blocks.append((request.row, new_blocks))
+        self._schedule(step, request, num_tokens)
+
+    def _num_missing(self, request: Request) -> int:
+        """Known tokens that are not computed yet; 0 when the request will end without them."""
         known = len(request.tokens) + request.num_pending
-        if known >= request.max_len:
-            return 0
+        return 0 if known >= request.max_len else known - request.num_scheduled
+
+    def _num_tokens(self, step: _Step, request: Request, budget: int) -> int:
+        """Tokens that the request computes in this step."""
+        num_missing = self._num_missing(request)
+        if step.pace is not None and num_missing > 1:
+            budget = min(budget, step.pace.most(request.num_scheduled))
         cap = self.config.long_prefill_token_threshold
         if cap and len(self._requests) > 1:
             budget = min(budget, cap)
-        return min(known - request.num_scheduled, budget)
+        return min(num_missing, budget)
 
     def _schedule(self, step: _Step, request: Request, num_tokens: int) -> None:
+        if step.pace is not None and self._num_missing(request) > 1:
+            step.pace.spend(num_tokens, request.num_scheduled)
         request.num_scheduled += num_tokens
         samples = request.num_scheduled == len(request.tokens) + request.num_pending
         request.num_pending += samples
@@ -255,11 +376,12 @@ class Scheduler:
         step.query_lens.append(num_tokens)
         step.samples.append(samples)
 
-    def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for a running request, preempting others for them; None when there are none:
-        the request itself was preempted, or every possible victim is in flight."""
+    def _grow(self, step: _Step, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for a running request, preempting others for them; None when there are none: the
+        request itself was preempted, or nobody can be, now."""
         while (new_blocks := self.blocks.grow(request.id, num_tokens)) is None:
-            victim = self._victim()
+            step.may_admit = False
+            victim = None if step.new_rows else self._victim()
             if victim is None:
                 return None
             self._preempt(victim)
@@ -268,78 +390,152 @@ class Scheduler:
         return new_blocks
 
     def _victim(self) -> Request | None:
-        """The youngest running request that is not in flight; never the oldest, except that those
-        who pause while suspects are tried come first."""
-        paused = [r for r in self.running if r not in self._suspects] if self._suspects else []
-        for request in (*reversed(paused), *reversed(self.running[1:])):
-            if not _is_in_flight(request):
-                return request
-        return None
+        """The running request to preempt so that another can grow: those first who pause while
+        suspects are tried, then the worst class, then the cheapest, then the youngest."""
+
+        def preference(request: Request) -> tuple[bool, Rank, float, int]:
+            rank, number = self._order(request)
+            return self._is_paused(request), rank, -self._cost(request, 1), number
+
+        best = self.running[0]  # the oldest of the best class
+        candidates = [
+            r
+            for r in self.running
+            if not _is_in_flight(r) and (r is not best or self._is_paused(r))
+        ]
+        return max(candidates, key=preference, default=None)
+
+    def _is_paused(self, request: Request) -> bool:
+        return bool(self._suspects) and request not in self._suspects
+
+    def _cost(self, request: Request, num_needed: int) -> float:
+        """What it costs to preempt the request (`policy.recompute_cost`)."""
+        num_freed = self.blocks.num_exclusive(request.id)
+        num_shared = self.blocks.num_held(request.id) - num_freed
+        num_lost = request.num_computed - num_shared * self.config.block_size
+        return recompute_cost(num_lost, num_freed, num_needed, request.stats.num_preemptions)
 
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
+        self._aging.wait(request)
         self._unpark(self.blocks.release(request.id))
         request.num_computed = request.num_scheduled = 0
         request.stats.num_preemptions += 1
         self.stats.num_preemptions += 1
         self._enqueue(request)
 
-    def _admit_waiting(self, step: _Step) -> None:
-        while self._waiting and step.budget > 0 and self._may_run_more():
-            request = self._waiting[0][2]
-            if request.finished:
-                heapq.heappop(self._waiting)
-                self._num_dead -= 1
-                continue
-            if self._suspects and request not in self._suspects:
-                return
-            num_tokens = len(request.tokens)
-            num_hit = self.blocks.match(request.id, num_tokens)
-            key = self.blocks.claimed_key(request.id, num_hit, num_tokens)
-            if key is not None:
-                heapq.heappop(self._waiting)
-                self._parked.setdefault(key, []).append(request)
-                continue
-            if not self.blocks.admit(request.id, num_hit, num_tokens):
-                paused = self._victim() if self._suspects else None
-                if paused is None or paused in self._suspects:
-                    return
-                self._preempt(paused)
-                continue
-            heapq.heappop(self._waiting)
-            self._start_running(step, request, num_hit * self.config.block_size)
+    def _head(self) -> Request | None:
+        """The waiting request to be admitted next; while suspects are tried, one of them."""
+        head = self._waiting.head()
+        return None if head is None or self._is_paused(head) else head
 
-    def _may_run_more(self) -> bool:
+    def _admit(self, step: _Step, head: Request, rows: deque[Request]) -> bool:
+        """Start the first waiting request, or park it; False when it must wait, and so must those
+        behind it. `rows`: the running requests of a worse class."""
+        num_tokens = len(head.tokens)
+        num_readable = self._num_readable(head)
+        num_hit = self.blocks.match(head.id, num_readable)
+        key = self.blocks.claimed_key(head.id, num_hit, num_readable)
+        if key is not None and not self._is_slower(self.blocks.claimant(key), head):
+            self._waiting.pop()
+            self._parked.setdefault(key, []).append(head)
+            return True
+        num_cached = num_hit * self.config.block_size
+        if head in step.held or (step.pace is not None and step.pace.most(num_cached) == 0):
+            return False
+        victims = self._make_room(step, head, num_hit, rows)
+        if victims is None:
+            return False
+        step.held.update(victims)
+        if any(_is_in_flight(victim) for victim in victims):
+            return False
+        self._waiting.pop()
+        for victim in victims:
+            self._preempt(victim)
+            self.stats.num_evictions += 1
+        admitted = self.blocks.admit(head.id, num_hit, num_tokens)
+        assert admitted, "the victims' blocks were not enough"
+        self._start_running(step, head, num_cached, len(rows))
+        return True
+
+    def _is_slower(self, claimant_id: str, head: Request) -> bool:
+        """Whether a request that computes what `head` could hit is of a worse class: then `head`
+        does not wait for it."""
+        claimant = self.get(claimant_id)
+        return claimant is not None and self._aging.rank(claimant) > self._aging.rank(head)
+
+    def _make_room(
+        self, step: _Step, head: Request, num_hit: int, rows: Iterable[Request]
+    ) -> list[Request] | None:
+        """Whom to evict so that `head` can start: nobody when it can already, None when it could
+        not even then. The worst class first, then who is not in flight, then the cheapest."""
+
+        def num_short(victims: Sequence[Request]) -> int:
+            ids = [victim.id for victim in victims]
+            return self.blocks.num_short(head.id, num_hit, len(head.tokens), ids)
+
+        def fits(victims: Sequence[Request]) -> bool:
+            return self._has_seat(len(victims)) and num_short(victims) <= 0
+
+        if fits([]):
+            return []
+        if self._suspects:
+            candidates = [r for r in self.running if self._is_paused(r)]
+        else:
+            candidates = [r for r in rows if r not in step.held and self._may_evict(head, r)]
+        num_needed = num_short([])
+        candidates.sort(key=lambda r: (_is_in_flight(r), self._cost(r, num_needed), -r.number))
+        candidates.sort(key=self._aging.rank, reverse=True)
+        return fewest(candidates, fits)
+
+    def _may_evict(self, head: Request, request: Request) -> bool:
+        """Whether a running request of a worse class gives way: at once to a better priority; to
+        one that is only older, when it has a new token."""
+        is_better = (head.stats.demoted, head.priority) < (request.stats.demoted, request.priority)
+        return is_better or len(request.tokens) > request.num_started
+
+    def _num_readable(self, request: Request) -> int:
+        """Tokens whose KV may be taken from the cache, as the number of which the last is computed
+        for its logits. Prompt log-probabilities are computed once: up to where they are known, the
+        cache will do, and from there on they come from logits, which the cache does not keep."""
+        if request.num_scored < request.prompt_len:
+            return request.num_scored
+        if request.params.skip_reading_prefix_cache and request.num_output_tokens == 0:
+            return 1
+        return len(request.tokens)
+
+    def _has_seat(self, num_evicted: int) -> bool:
+        """Whether one more request may run when so many are evicted."""
         if self._suspects:
             return sum(r in self._suspects for r in self.running) < self._quarantine_size
-        return len(self.running) < self.config.max_num_seqs
+        return len(self.running) - num_evicted < self.config.max_num_active_seqs
 
-    def _start_running(self, step: _Step, request: Request, num_cached: int) -> None:
+    def _start_running(
+        self, step: _Step, request: Request, num_cached: int, num_behind: int
+    ) -> None:
         if request.stats.scheduled_s is None:
-            request.stats.scheduled_s = time.monotonic()
+            request.stats.scheduled_s = self.clock()
             request.stats.num_cached_tokens = num_cached
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += num_cached
+        self._aging.run(request)
         request.state = RequestState.RUNNING
+        request.num_started = len(request.tokens)
         request.row = self._free_rows.pop()
         request.num_computed = request.num_scheduled = num_cached
-        bisect.insort(self.running, request, key=_by_age)
-        params = request.params
+        bisect.insort(self.running, request, key=self._order)
         step.new_rows.append(
             NewRow(
                 row=request.row,
                 token_ids=request.tokens.tobytes(),
                 num_computed=num_cached,
-                temperature=params.temperature,
-                top_k=max(0, params.top_k),
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=request.seed,
-                num_logprobs=-1 if params.logprobs is None else params.logprobs,
+                num_scored=request.num_scored,
+                inputs=request.inputs,
             )
         )
         step.new_blocks.append((request.row, self.blocks.block_ids(request.id)))
-        self._schedule(step, request, self._num_tokens(request, step.budget))
+        budget = max(1, step.budget - num_behind)
+        self._schedule(step, request, self._num_tokens(step, request, budget))
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -350,9 +546,11 @@ class Scheduler:
         if (result.generation, result.step) != (plan.generation, plan.step):
             got = f"{result.generation}.{result.step}"
             raise AssertionError(f"result {got} does not answer {plan.generation}.{plan.step}")
+        self._times.observe(plan.query_lens, [r.num_computed for r in requests], result.seconds)
         updates = []
         sampled = iter(result.tokens)
         logprobs = iter(result.logprobs or [None] * len(result.tokens))
+        prompt_logprobs = dict(result.prompt_logprobs)
         for idx, request in enumerate(requests):
             samples = plan.samples[idx]
             tokens, row_logprobs = (next(sampled), next(logprobs)) if samples else ([], None)
@@ -362,17 +560,20 @@ class Scheduler:
                 if not _is_in_flight(request):
                     self._forget(request)
             elif idx in result.failed:
-                updates.append(Update(request, None, None))
+                updates.append(Update(request, [], None, [], result.failed[idx]))
             else:
                 request.tokens.extend(tokens)
-                self._unpark(self.blocks.commit(request.id, request.tokens, request.num_computed))
+                self._unpark(self.blocks.commit(request.id, request.num_computed))
+                scored = prompt_logprobs.get(idx, [])
                 if samples:
                     self._clear(request)
-                    updates.append(Update(request, tokens, row_logprobs))
+                if samples or scored:
+                    updates.append(Update(request, tokens, row_logprobs, scored, None))
         return updates
 
     def _clear(self, request: Request) -> None:
-        """A suspect that made progress is one no more."""
+        """A request with a new token has been answered, and is a suspect no more."""
+        self._answered(request)
         if request.suspect:
             request.suspect = False
             self._suspects.discard(request)
@@ -393,6 +594,17 @@ class Scheduler:
         self._quarantine_size = max(1, len(stuck) // 2)
         return [r for r in stuck if r.strikes >= MAX_STRIKES]
 
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request, as its KV is about to go; nothing may be in
+        flight. They wait in their old places."""
+        assert not self.in_flight, "preempt_all() with a plan in flight"
+        for request in list(self.running):
+            self._preempt(request)
+
+    def raise_epoch(self) -> None:
+        """The weights have changed: see `BlockManager.raise_epoch`."""
+        self._unpark(self.blocks.raise_epoch())
+
     def restart(self, num_blocks: int) -> None:
         """Start over with new workers and an empty pool: every unfinished request waits, in order
         of arrival, and will be sent in full; nothing is in flight."""
@@ -409,13 +621,14 @@ class Scheduler:
             request.num_computed = request.num_scheduled = request.num_pending = 0
             request.stats.num_restarts += 1
             request.state = RequestState.WAITING
+            self._aging.wait(request)
         self.running.clear()
         self._parked.clear()
         self._free_rows = list(range(self.config.max_num_seqs))[::-1]
         self.blocks.reset_pool(num_blocks)
         for request in self._requests.values():
             request.num_seen = len(request.tokens)
-        self._requeue(list(self._requests.values()))
+        self._waiting.reset(self._requests.values())
 
 
 def _is_in_flight(request: Request) -> bool:

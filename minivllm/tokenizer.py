@@ -1,42 +1,39 @@
-"""Text to tokens and back: encoding, chat templates, incremental text, stop strings.
+"""Text to tokens and back: a model's vocabulary, and every token's bytes.
 
-    prompt or messages -> Tokenizer -> ids ... sampled ids -> Detokenizer -> text so far, stop hit
+    tokenizer.json ──────────────────────────────────┐
+    tokenizer.model, vocab.json ... ─> transformers ─┴─> Tokenizer: text ─> ids ─> bytes ─> text
 
 The one idea: every token is a fixed string of bytes, and the text of some tokens is their bytes,
 joined and read as UTF-8 (what is not UTF-8 becomes U+FFFD). Tokens can therefore be decoded one at
 a time, in constant time, and the result never depends on how they were grouped.
 
-    bytes of the output   [ decoded ................................. | start of a code point ]
-    its text              [ shown .............. | held: could start a stop ]
-
-Invariants: shown text only grows, and is always a prefix of the final text; no text after a stop
-string, or of one that is to be removed, is ever shown; a `Tokenizer` does not change once built,
-so it may be used from several threads.
+Invariants: a `Tokenizer` does not change once built, so it may be used from several threads;
+transformers is asked only for a model without `tokenizer.json`, in a process of its own, of which
+nothing stays here.
 
 There is no first-word exception: where a sentencepiece vocabulary marks the start of a text with a
-space, `decode` keeps that space, as a completion that follows a prompt needs it.
+space, `decode` keeps that space, as a completion that follows a prompt needs it. Nor is there one
+for bytes by number: the library makes U+FFFD of all in a row that is not UTF-8 throughout, so it
+cannot show a character before the row has ended; here a whole character is one wherever it stands.
 
-Which token ids end a request is the engine's business. Turning the vocabulary of a GGUF file into a
-`tokenizer.json` belongs to the reading of checkpoints.
+Text that arrives bit by bit, and stops: `detokenizer`. Chats: `chat`. Which token ids end a request
+is the engine's business; turning the vocabulary of a GGUF file into a `tokenizer.json` belongs to
+the reading of checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from codecs import utf_8_decode
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minivllm.chat import ChatTemplates
 from minivllm.errors import ModelError, RequestError, TokenIdError
 
 _NAMED_TOKENS = (
@@ -49,10 +46,8 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
-
-# Put behind the final message to find it again in the rendered chat. Its own last space tells
-# whether the template strips what a message ends with.
-_END_MARK = "<<end of the final message>> "
+# The files of tokenizers that transformers can convert.
+_SLOW_FILES = ("*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 class Tokenizer:
@@ -61,10 +56,10 @@ class Tokenizer:
     __slots__ = (
         "_backend",
         "_bytes",
+        "_chat",
         "_dropped_len",
+        "_index",
         "_prefix_ids",
-        "_template_variables",
-        "_templates",
         "bos_id",
         "eos_id",
         "special_ids",
@@ -114,27 +109,25 @@ class Tokenizer:
         if self.bos_id is not None and add_bos_token and not adds_bos:
             self._prefix_ids.append(self.bos_id)
 
-        self._template_variables = dict(named_tokens)
-        self._templates = _compile_templates(templates)
+        self._chat = ChatTemplates(templates, named_tokens)
+        self._index: tuple[dict[bytes, list[int]], list[int]] | None = None
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
         """The tokenizer of the model in directory `path`.
 
-        Raises: `ModelError` when `tokenizer.json` is missing, or a file cannot be used.
+        Raises: `ModelError` when there is none that can be used
         """
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(f"{file} is missing; tokenizers kept in other files are not supported")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception, for a damaged file too
-            raise ModelError(f"{file} cannot be read: {error}") from error
-
         config = _read_json(path / "tokenizer_config.json")
         legacy = _read_json(path / "special_tokens_map.json")
         model = _read_json(path / "config.json")
         specials = legacy | {name: value for name, value in config.items() if value is not None}
+        file = path / "tokenizer.json"
+        if file.is_file():
+            backend = _read_backend(file)
+        else:
+            backend, known = _convert(path)
+            specials = known | specials
         try:
             extras = [token for name in _TOKEN_LISTS for token in _as_list(specials.get(name))]
             return cls(
@@ -204,157 +197,75 @@ class Tokenizer:
         """
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def spellings(self, text: str) -> list[tuple[int, int, int]]:
+        """Every way to write the bytes of `text` in ordinary tokens, as the edges of a graph.
+
+        An edge is (its first byte, token id, the byte behind its last); a path from 0 to the end of
+        the text is one way to write it, and there are no edges that lie on none.
+
+        Raises: `RequestError` for what is not Unicode text
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("text", text, "must be valid Unicode text") from error
+        ids_of, lengths = self._index_bytes()
+        leads_to_end = [False] * len(data) + [True]
+        edges = []
+        for start in reversed(range(len(data))):
+            for end in (start + length for length in lengths):
+                if end <= len(data) and leads_to_end[end]:
+                    for token_id in ids_of.get(data[start:end], ()):
+                        leads_to_end[start] = True
+                        edges.append((start, token_id, end))
+        reached = {0}
+        found = []
+        for edge in sorted(edges):
+            if edge[0] in reached:
+                reached.add(edge[2])
+                found.append(edge)
+        return found
+
+    def _index_bytes(self) -> tuple[dict[bytes, list[int]], list[int]]:
+        """Ordinary tokens by their bytes, and how many bytes they may have; made when first needed.
+        Two threads may both make it: they make the same."""
+        if self._index is None:
+            ids_of: dict[bytes, list[int]] = {}
+            for token_id, data in enumerate(self._bytes):
+                if data and token_id not in self.special_ids:
+                    ids_of.setdefault(data, []).append(token_id)
+            self._index = ids_of, sorted({len(data) for data in ids_of})
+        return self._index
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> str:
         """The prompt of a chat, to be encoded without special tokens.
 
         `add_generation_prompt` opens the model's answer; `continue_final_message` instead ends the
-        prompt inside the last message, for the model to go on with it. `kwargs` are variables of
-        the template, such as `enable_thinking`.
+        prompt inside the last message, for the model to go on with it. `tools`: the functions that
+        the model may call, as JSON schemas. `chat_template`: the name of one of the model's
+        templates, or a template, in place of the model's own. `variables` are the template's, such
+        as `enable_thinking`.
 
-        Raises: `RequestError` when the model has no template, or the template refuses the messages.
+        Raises: `RequestError` when the model has no template, or the template refuses the messages
         """
-        template = self._templates.get("default")
-        if tools is not None:
-            template = self._templates.get("tool_use", template)
-        if template is None:
-            raise RequestError("chat_template", None, "must come with the model to render a chat")
-        if continue_final_message and add_generation_prompt:
-            rule = "cannot be combined with add_generation_prompt"
-            raise RequestError("continue_final_message", True, rule)
-        variables = {"documents": None, **self._template_variables, **kwargs}
-        variables["messages"] = _marked(messages) if continue_final_message else messages
-        variables["tools"] = tools
-        variables["add_generation_prompt"] = add_generation_prompt
-        try:
-            prompt = template.render(variables)
-        except Exception as error:  # a template may fail in any way that an expression can
-            rule = f"do not fit the model's chat template ({error})"
-            raise RequestError("messages", messages, rule) from error
-        return _cut_at_mark(prompt, messages) if continue_final_message else prompt
-
-
-class Pushed(NamedTuple):
-    """What `Detokenizer.push` did."""
-
-    num_tokens: int
-    """How many tokens became part of the output; those behind the one that completed a stop
-    string did not."""
-    stop: str | None
-    """The stop string that ended the text."""
-
-
-class Detokenizer:
-    """The text of one request's output while its tokens arrive."""
-
-    __slots__ = (
-        "_held",
-        "_hidden_ids",
-        "_hold_len",
-        "_include_stop_str",
-        "_pending",
-        "_pieces",
-        "_stop",
-        "_stops",
-        "_token_bytes",
-    )
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: Sequence[str],
-        skip_special_tokens: bool = True,
-        include_stop_str: bool = False,
-    ) -> None:
-        """`stop`: strings that end the text; they stay in it with `include_stop_str`.
-
-        Special tokens that are skipped do not exist for the text, nor for the stop strings.
-        """
-        assert all(stop), "an empty stop string would end every text before it begins"
-        self._token_bytes = tokenizer.token_bytes
-        self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._stops = tuple(stop)
-        self._include_stop_str = include_stop_str
-        self._hold_len = max((len(text) for text in stop), default=1) - 1
-        self._pieces: list[str] = []  # shown; joined when somebody looks
-        self._held = ""  # decoded, not shown yet; at most _hold_len characters
-        self._pending = b""  # the start of a code point
-        self._stop: str | None = None
-
-    @property
-    def text(self) -> str:
-        """All text that may be shown by now; later values begin with this one."""
-        if len(self._pieces) != 1:
-            self._pieces[:] = ["".join(self._pieces)]
-        return self._pieces[0]
-
-    def push(self, token_ids: Sequence[int]) -> Pushed:
-        """Append tokens, up to the first that completes a stop string.
-
-        Of several stop strings the one that is complete first wins, then the one listed first.
-        Once one was found nothing more is taken.
-
-        Raises: `TokenIdError` for an id outside the vocabulary.
-        """
-        if self._stop is not None:
-            return Pushed(0, self._stop)
-        for num_tokens, token_id in enumerate(token_ids, 1):
-            if token_id in self._hidden_ids:
-                continue
-            data = self._pending + self._token_bytes(token_id)
-            piece, num_bytes = utf_8_decode(data, "replace", False)
-            self._pending = data[num_bytes:]
-            if not self._stops:
-                self._pieces.append(piece)
-            elif self._ends_in(piece):
-                return Pushed(num_tokens, self._stop)
-        return Pushed(len(token_ids), None)
-
-    def finish(self) -> str:
-        """Show what was held back, and return the whole text; no tokens may follow.
-
-        A code point that never became whole is U+FFFD now, and completes no stop string.
-        """
-        tail, _ = utf_8_decode(self._pending, "replace", True)
-        self._pieces.append(self._held + tail)
-        self._held = ""
-        self._pending = b""
-        return self.text
-
-    def _ends_in(self, piece: str) -> bool:
-        """Append `piece`; whether a stop string was completed by it.
-
-        With stop strings "abcd" and "x", three characters are held. The text "..abc" + "de":
-
-            shown | held "abc" | piece "de"     window "abcde": "abcd" ends at 4, inside the piece
-
-        A match ends in the piece, else it would have been found before, so it begins in the window.
-        """
-        window = self._held + piece
-        first_end = len(window) + 1
-        for stop in self._stops:
-            start = window.find(stop)
-            if start >= 0 and start + len(stop) < first_end:
-                first_end = start + len(stop)
-                self._stop = stop
-        if self._stop is not None:
-            cut = first_end if self._include_stop_str else first_end - len(self._stop)
-            self._pieces.append(window[:cut])
-            self._held = ""
-            self._pending = b""
-            return True
-        cut = max(0, len(window) - self._hold_len)
-        self._pieces.append(window[:cut])
-        self._held = window[cut:]
-        return False
+        return self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template,
+            variables=variables,
+        )
 
 
 # --- the bytes of a token ---
@@ -436,6 +347,49 @@ def _piece_or_byte(token: str) -> bytes:
 
 # --- the files ---
 
+# Without torch, which takes most of the time to load and is not needed.
+_CONVERT = """
+import json, sys
+sys.modules["torch"] = None
+from transformers import AutoTokenizer
+slow = AutoTokenizer.from_pretrained(sys.argv[1])
+backend = slow.backend_tokenizer
+print(json.dumps({"backend": backend.to_str(), "specials": slow.special_tokens_map}))
+"""
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception, for a damaged file too
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """What transformers makes of a tokenizer kept in other files, and its special tokens by name.
+
+    Raises: `ModelError`
+    """
+    missing = f"{path / 'tokenizer.json'} is missing"
+    if not any(file.is_file() for pattern in _SLOW_FILES for file in path.glob(pattern)):
+        raise ModelError(f"{missing}, and so is any other file of a tokenizer")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _CONVERT, str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        reason = next(reversed(done.stderr.strip().splitlines()), "no reason given")
+        raise ModelError(
+            f"{missing}, and its other files cannot be converted ({reason}); where it is possible,"
+            " make it with transformers, sentencepiece and protobuf installed:"
+            f" AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+        )
+    made = json.loads(done.stdout.splitlines()[-1])
+    return tokenizers.Tokenizer.from_str(made["backend"]), made["specials"]
+
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in `file`; empty when there is no such file."""
@@ -473,89 +427,3 @@ def _read_templates(path: Path, configured: Any) -> dict[str, str]:
     if isinstance(configured, str):
         return {"default": configured}
     return {entry["name"]: entry["template"] for entry in configured or ()}
-
-
-# --- chat templates ---
-
-
-def _compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
-    """Templates come with the model, from strangers: they run sandboxed and change nothing.
-
-    The surroundings (whitespace rules, filters, functions) are those that model authors test with.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    templates = {}
-    for name, source in sources.items():
-        try:
-            templates[name] = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"chat template {name!r}, line {error.lineno}: {error}") from error
-    return templates
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the model's own words for training; here it only groups."""
-
-    # jinja2 means a class variable, but declares it as any object's own.
-    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; jinja's own filter is for HTML and escapes "<"."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`messages` with a mark behind the text of the last one; the caller's are not changed."""
-    *others, final = messages or [{}]
-    content = final.get("content")
-    if isinstance(content, str):
-        return [*others, {**final, "content": content + _END_MARK}]
-    parts = list(content or ())
-    for i in reversed(range(len(parts))):
-        if "text" in parts[i]:
-            parts[i] = {**parts[i], "text": parts[i]["text"] + _END_MARK}
-            return [*others, {**final, "content": parts}]
-    raise RequestError("messages", messages, "must end with a text that can be continued")
-
-
-def _cut_at_mark(prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """`prompt` up to the end of its final message."""
-    end = prompt.rfind(_END_MARK.rstrip())
-    if end < 0:
-        rule = "must end with a message that the chat template shows, to be continued"
-        raise RequestError("messages", messages, rule)
-    # A template that strips messages took the mark's space too; it would have stripped the
-    # message's own last spaces, had the mark not stood behind them.
-    stripped = not prompt.startswith(_END_MARK, end)
-    return prompt[:end].rstrip() if stripped else prompt[:end]

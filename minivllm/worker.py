@@ -19,12 +19,27 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from minivllm.batch import Failed, Ready, Start, StepPlan, StepResult, Stop, decode_record
-from minivllm.channel import Deliver, FrameReader, Mailbox
+import msgspec
+
+from minivllm.batch import (
+    Done,
+    Failed,
+    HostMessage,
+    LoadWeights,
+    Order,
+    Ready,
+    Start,
+    StepPlan,
+    StepResult,
+    Stop,
+    decode_record,
+)
+from minivllm.channel import Calls, Deliver, FrameReader, Mailbox
 from minivllm.config import WorkerConfig
-from minivllm.errors import MinivllmError, WorkerError, to_wire
+from minivllm.errors import CorruptFileError, MinivllmError, WorkerError, to_wire
 from minivllm.model_runner import ModelRunner
 
 
@@ -38,20 +53,33 @@ def main(fd: int, parent_pid: int, start_s: float) -> None:
         ready = runner.ready(start.generation)
         ready.phase_s["total"] = time.perf_counter() - start_s
         mailbox.send(ready)
-        while isinstance(plan := mailbox.receive(), StepPlan):
-            mailbox.send(runner.step(plan))
+        while not isinstance(message := mailbox.receive(), Stop):
+            mailbox.send(_run(runner, message))
     except Exception as error:  # noqa: BLE001 (whatever it is, the host is told)
         traceback.print_exc()
         mailbox.send(Failed(*to_wire(error)))
         sys.exit(1)
 
 
+def _run(runner: ModelRunner, message: HostMessage) -> StepResult | Done:
+    """Run a plan or an order. An order that fails as foreseen leaves the runner as it was."""
+    if isinstance(message, StepPlan):
+        return runner.step(message)
+    assert isinstance(message, Order), f"{message!r} is neither a plan nor an order"
+    try:
+        runner.carry_out(message)
+    except MinivllmError as error:
+        return Done(to_wire(error))
+    return Done(None)
+
+
 class InlineExecutor:
     """The model on a thread of this process; see `channel.Executor`."""
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[StepPlan | Stop] | None = None
+        self._inbox: queue.SimpleQueue[HostMessage] | None = None
         self._thread: threading.Thread | None = None
+        self._calls = Calls()
 
     async def start(self, generation: int, config: WorkerConfig, deliver: Deliver) -> Ready:
         """See `Executor.start`."""
@@ -59,9 +87,18 @@ class InlineExecutor:
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[Ready] = loop.create_future()
         self._inbox = queue.SimpleQueue()
+
+        def receive(message: StepResult | Done | WorkerError) -> None:
+            if isinstance(message, Done):
+                self._calls.answer(message.error)
+                return
+            deliver(message)
+            if isinstance(message, WorkerError):
+                self._calls.abandon()
+
         self._thread = threading.Thread(
             target=_run_inline,
-            args=(self._inbox, generation, config, loop, ready, deliver),
+            args=(self._inbox, generation, config, loop, ready, receive),
             name="minivllm-worker",
             daemon=True,
         )
@@ -73,25 +110,33 @@ class InlineExecutor:
         assert self._inbox is not None, "send() before start()"
         self._inbox.put(plan)
 
+    async def call(self, order: Order) -> None:
+        """See `Executor.call`."""
+        assert self._inbox is not None, "call() before start()"
+        done = self._calls.add()
+        self._inbox.put(order)
+        await done
+
     async def stop(self) -> None:
         """See `Executor.stop`; waits for the step that is running."""
         if self._inbox is not None and self._thread is not None:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join)
             self._inbox = self._thread = None
+            self._calls.abandon()
 
 
 def _run_inline(
-    inbox: queue.SimpleQueue[StepPlan | Stop],
+    inbox: queue.SimpleQueue[HostMessage],
     generation: int,
     config: WorkerConfig,
     loop: asyncio.AbstractEventLoop,
     ready: asyncio.Future[Ready],
-    deliver: Deliver,
+    receive: Callable[[StepResult | Done | WorkerError], None],
 ) -> None:
-    def tell(result: StepResult | WorkerError) -> None:
+    def tell(answer: StepResult | Done | WorkerError) -> None:
         if not loop.is_closed():  # a caller that left without shutdown hears nothing more
-            loop.call_soon_threadsafe(deliver, result)
+            loop.call_soon_threadsafe(receive, answer)
 
     start_s = time.perf_counter()
     try:
@@ -100,16 +145,16 @@ def _run_inline(
         known = error if isinstance(error, MinivllmError) else WorkerError(traceback.format_exc())
         loop.call_soon_threadsafe(_set_exception, ready, known)
         return
-    answer = runner.ready(generation)
-    answer.phase_s["total"] = time.perf_counter() - start_s
-    loop.call_soon_threadsafe(_set_result, ready, answer)
-    while isinstance(plan := inbox.get(), StepPlan):
+    is_ready = runner.ready(generation)
+    is_ready.phase_s["total"] = time.perf_counter() - start_s
+    loop.call_soon_threadsafe(_set_result, ready, is_ready)
+    while not isinstance(message := inbox.get(), Stop):
         try:
-            result = runner.step(plan)
+            answer = _run(runner, message)
         except Exception:  # noqa: BLE001 (whatever it is, the host is told)
             tell(WorkerError(f"the inline worker failed:\n{traceback.format_exc()}"))
             return
-        tell(result)
+        tell(answer)
 
 
 def _set_result(future: asyncio.Future[Ready], value: Ready) -> None:
@@ -126,21 +171,31 @@ def replay(file: Path) -> tuple[int, int]:
     """Run the plans of a recording (`EngineConfig.record`) again.
 
     Returns how many steps were run, and how many of them gave other tokens than recorded.
+
+    Raises: `CorruptFileError` for a file that is no recording
     """
     runner: ModelRunner | None = None
     results: dict[int, StepResult] = {}
     num_steps = num_different = 0
     for payload in FrameReader().feed(file.read_bytes()):
-        message = decode_record(payload)
+        try:
+            message = decode_record(payload)
+        except msgspec.MsgspecError as error:
+            raise CorruptFileError(f"{file} is not a recording: {error}") from error
         if isinstance(message, Start):
             runner = ModelRunner(message.config)
             results.clear()
+        elif runner is None:
+            break
         elif isinstance(message, StepPlan):
-            assert runner is not None, "a recording begins with a start"
             results[message.step] = runner.step(message)
+        elif isinstance(message, LoadWeights):
+            runner.carry_out(message)
         else:
             num_steps += 1
             num_different += results.pop(message.step).tokens != message.tokens
+    if runner is None:
+        raise CorruptFileError(f"{file} is not a recording: it does not begin with a start")
     return num_steps, num_different
 
 

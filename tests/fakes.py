@@ -2,8 +2,9 @@
 
 `FakeModel` keeps what a KV slot would depend on (a digest of the row's tokens up to that position)
 in place of KV, and before it answers it checks that every slot a row attends over holds exactly
-that. So a block that was freed, shared or hit wrongly is found in the step in which it would have
-changed an output. The next token is a function of the digest: the same whatever the schedule.
+that, and that a row that starts hits no slot computed with older weights. So a block that was
+freed, shared or hit wrongly is found in the step in which it would have changed an output. The next
+token is a function of the digest: the same whatever the schedule, and whatever the weights.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from array import array
 from collections.abc import Callable
 
 from minivllm.batch import (
+    LoadWeights,
+    Order,
     Ready,
+    Sleep,
     StepPlan,
     StepResult,
+    WakeUp,
     decode_host_message,
     decode_worker_message,
     encode,
 )
+from minivllm.channel import Calls
 from minivllm.config import WorkerConfig
-from minivllm.errors import WorkerError
+from minivllm.errors import WeightsError, WorkerError, to_wire
 
 MASK = (1 << 61) - 1
 
@@ -63,6 +69,9 @@ class FakeModel:
     ) -> None:
         """`fails`: whether the row with these tokens produces numbers that are not finite."""
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        self.kv_epochs = [0] * (num_blocks * block_size)
+        self.epoch = 0
+        self.asleep = False
         self.block_size = block_size
         self.max_tokens = max_num_batched_tokens
         self.max_rows = max_num_seqs
@@ -74,6 +83,7 @@ class FakeModel:
         self.next_step = 0
 
     def step(self, plan: StepPlan) -> StepResult:
+        assert not self.asleep, "a plan for a sleeping worker"
         assert plan.step == self.next_step, "a gap in the steps"
         self.next_step += 1
         assert 0 < sum(plan.query_lens) <= self.max_tokens, "over budget"
@@ -86,21 +96,34 @@ class FakeModel:
             self.num_computed[new.row] = new.num_computed
         for row, blocks in plan.new_blocks:
             self.tables[row] += blocks
+        for new in plan.new_rows:
+            for position in range(new.num_computed):
+                assert self.kv_epochs[self._slot(new.row, position)] == self.epoch, "a stale hit"
         lens = zip(plan.rows, plan.query_lens, strict=True)
         ends = {row: self.num_computed[row] + query_len for row, query_len in lens}
         for row, end in ends.items():
             self._store(row, end)
-        tokens, failed = [], []
+        tokens: list[list[int]] = []
+        failed: dict[int, str] = {}
         for idx, (row, samples) in enumerate(zip(plan.rows, plan.samples, strict=True)):
             digest = self._attend(row, ends[row])
             self.num_computed[row] = ends[row]
             assert samples == (ends[row] == len(self.tokens[row])), "samples at the wrong place"
             if self.fails(self.tokens[row][: ends[row]]):
-                failed.append(idx)
+                failed[idx] = "not finite"
             if samples:
                 tokens.append([next_token(digest, self.vocab_size)])
                 self.tokens[row].append(tokens[-1][0])
-        return StepResult(plan.generation, plan.step, tokens, [], failed, 0.0)
+        return StepResult(plan.generation, plan.step, tokens, [], [], failed, 0.0)
+
+    def carry_out(self, order: Order) -> None:
+        if isinstance(order, LoadWeights):
+            if order.path == "/missing":
+                raise WeightsError("/missing lacks everything")
+            self.epoch += 1
+        elif isinstance(order, Sleep | WakeUp):
+            self.asleep = isinstance(order, Sleep)
+            self.kv = [None] * len(self.kv)
 
     def _slot(self, row: int, position: int) -> int:
         block = self.tables[row][position // self.block_size]
@@ -113,6 +136,7 @@ class FakeModel:
             digest = extend(digest, token)
             if position >= self.num_computed[row]:
                 self.kv[self._slot(row, position)] = digest
+                self.kv_epochs[self._slot(row, position)] = self.epoch
 
     def _attend(self, row: int, end: int) -> int:
         digest = 0
@@ -136,8 +160,10 @@ class FakeExecutor:
         self.fails: Callable[[list[int]], bool] = lambda tokens: False
         self.generations: list[int] = []
         self.plans: list[StepPlan] = []
+        self.orders: list[Order] = []
         self.max_in_flight = 0
-        self._queue: asyncio.Queue[StepPlan] = asyncio.Queue()
+        self._queue: asyncio.Queue[StepPlan | Order] = asyncio.Queue()
+        self._calls = Calls()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, generation: int, config: WorkerConfig, deliver: Callable) -> Ready:
@@ -161,17 +187,34 @@ class FakeExecutor:
         self._queue.put_nowait(plan)
         self.max_in_flight = max(self.max_in_flight, self._queue.qsize())
 
+    async def call(self, order: Order) -> None:
+        if self._task is None or self._task.done():
+            raise WorkerError("there is no worker now")
+        self.orders.append(order)
+        done = self._calls.add()
+        self._queue.put_nowait(order)
+        await done
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+            self._calls.abandon()
 
-    async def _run(self, queue: asyncio.Queue[StepPlan], deliver: Callable) -> None:
+    async def _run(self, queue: asyncio.Queue[StepPlan | Order], deliver: Callable) -> None:
         while True:
             plan = await queue.get()
             await asyncio.sleep(self.delay_s)
+            if not isinstance(plan, StepPlan):
+                try:
+                    self.model.carry_out(plan)
+                    self._calls.answer(None)
+                except WeightsError as error:
+                    self._calls.answer(to_wire(error))
+                continue
             if self.kills(plan, self.model):
+                self._calls.abandon()
                 deliver(WorkerError("killed by the test"))
                 return
             try:

@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 from minivllm import batch
 from minivllm.batch import (
     Beat,
+    Done,
     Failed,
+    LoadWeights,
     NewRow,
+    Profile,
     Ready,
     RowLogprobs,
+    SampleInputs,
+    Sleep,
     Start,
     StepPlan,
     StepResult,
     Stop,
+    Thinking,
+    WakeUp,
     decode_host_message,
     decode_record,
     decode_worker_message,
@@ -37,18 +44,42 @@ CONFIG = WorkerConfig(
     max_num_seqs=8,
     kv_cache_memory_bytes=None,
     num_blocks=100,
+    logprobs_mode="raw_logprobs",
 )
-ROW = NewRow(3, b"\x01\0\0\0\xff\xff\0\0", 16, 0.8, -1, 0.9, 0.05, 2**64 - 1, 5)
+INPUTS = SampleInputs(
+    seed=2**64 - 1,
+    child=3,
+    logit_bias=[(5, -1.5)],
+    bad_words=[[(0, 7, 2), (2, 8, 3)]],
+    thinking=Thinking(9, [1], [2, 3]),
+    processors=[],
+)
+ROW = NewRow(3, b"\x01\0\0\0\xff\xff\0\0", 16, 2, INPUTS)
 PLAN = StepPlan(2, 7, [ROW], [3, 0], [2, 1], [True, False], [(3, [9, 10]), (0, [])])
 RESULT = StepResult(
-    2, 7, [[5], [6, 7]], [RowLogprobs([5, 1], [-0.5, -1e9], 2), None], [1], 0.25
+    2,
+    7,
+    [[5], [6, 7]],
+    [RowLogprobs([5, 1], [-0.5, -1e9], 2), None],
+    [(1, [RowLogprobs([9], [-2.0], 1)])],
+    {1: "not finite"},
+    0.25,
 )
-HOST: list[Any] = [Start(1, CONFIG, 0.5), PLAN, Stop()]
+HOST: list[Any] = [
+    Start(1, CONFIG, 0.5),
+    PLAN,
+    LoadWeights("/models/ä"),
+    Sleep(2),
+    WakeUp(),
+    Profile(None),
+    Stop(),
+]
 WORKER: list[Any] = [
     Ready(1, 100, 49152, {"load": 0.5, "total": 1.25}, {"weights": 2**40}),
     RESULT,
     Failed("ModelError", "a tensor is missing: ü\n"),
     Beat(),
+    Done(("WeightsError", "lacks a tensor")),
 ]
 
 
@@ -79,7 +110,7 @@ def test_every_message_is_tried() -> None:
         for value in vars(batch).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
-    nested = {NewRow, RowLogprobs}
+    nested = {NewRow, RowLogprobs, SampleInputs, Thinking}
     assert structs == {type(message) for message in HOST + WORKER} | nested
 
 
@@ -90,12 +121,16 @@ ROWS = st.builds(
     row=INTS,
     token_ids=st.binary(),
     num_computed=INTS,
-    temperature=FLOATS,
-    top_k=st.integers(-1, 2**31),
-    top_p=FLOATS,
-    min_p=FLOATS,
-    seed=st.integers(0, 2**64 - 1),
-    num_logprobs=st.integers(-1, 20),
+    num_scored=INTS,
+    inputs=st.builds(
+        SampleInputs,
+        seed=st.integers(0, 2**64 - 1),
+        temperature=FLOATS,
+        top_k=st.integers(-1, 2**31),
+        logit_bias=st.lists(st.tuples(INTS, FLOATS), max_size=3),
+        end_ids=st.lists(INTS, max_size=3),
+        processors=st.just([]),
+    ),
 )
 PLANS = st.builds(
     StepPlan,
@@ -114,7 +149,8 @@ RESULTS = st.builds(
     step=INTS,
     tokens=st.lists(st.lists(INTS), max_size=3),
     logprobs=st.lists(st.none() | LOGPROBS, max_size=3),
-    failed=st.lists(INTS),
+    prompt_logprobs=st.lists(st.tuples(INTS, st.lists(LOGPROBS, max_size=2)), max_size=2),
+    failed=st.dictionaries(INTS, st.text(), max_size=2),
     seconds=FLOATS,
 )
 

@@ -21,7 +21,7 @@ def run_once(blocks: BlockManager, request_id: str, ids: array[int], salt: str =
     blocks.open(request_id, ids, salt)
     hit = blocks.match(request_id, len(ids))
     assert blocks.admit(request_id, hit, len(ids))
-    blocks.commit(request_id, ids, len(ids))
+    blocks.commit(request_id, len(ids))
     blocks.release(request_id)
     blocks.close(request_id)
     return hit
@@ -77,8 +77,8 @@ def test_the_first_block_keeps_the_key() -> None:
     for name in "ab":
         blocks.open(name, ids, "")
         assert blocks.admit(name, 0, 3)
-    blocks.commit("a", ids, 3)
-    blocks.commit("b", ids, 3)
+    blocks.commit("a", 3)
+    blocks.commit("b", 3)
     blocks.check_integrity()
     first = blocks.block_ids("a")[0]
     blocks.open("c", ids, "")
@@ -103,7 +103,7 @@ def test_integrity_check_finds_planted_damage() -> None:
         ids = tokens(1, 2, 3, 4)
         blocks.open("a", ids, "")
         assert blocks.admit("a", 0, 4)
-        blocks.commit("a", ids, 4)
+        blocks.commit("a", 4)
         blocks.check_integrity()
         if damage == "ref":
             blocks._ref_counts[blocks.block_ids("a")[0]] += 1
@@ -140,7 +140,7 @@ def test_two_hundred_thousand_random_operations() -> None:
                 counts["refused"] += 1
         elif action < 0.75 and held:
             name = rng.choice(list(held))
-            blocks.commit(name, held[name], len(held[name]))
+            blocks.commit(name, len(held[name]))
             new = blocks.grow(name, len(held[name]) + 1)
             if new is not None:
                 held[name].append(rng.randrange(50))

@@ -21,6 +21,7 @@ from minivllm.batch import (
     Failed,
     NewRow,
     Ready,
+    SampleInputs,
     Start,
     StepPlan,
     StepResult,
@@ -40,6 +41,7 @@ CONFIG = WorkerConfig(
     max_num_seqs=4,
     kv_cache_memory_bytes=None,
     num_blocks=None,
+    logprobs_mode="raw_logprobs",
 )
 READY = Ready(0, 10, 100, {}, {})
 WAIT_S = 30.0  # long enough for any machine; only a failing test waits so long
@@ -124,7 +126,8 @@ mailbox.send(Ready(start.generation, 10, 100, {}, {}))
 time.sleep(start.config.max_num_seqs)
 while isinstance(plan := mailbox.receive(), StepPlan):
     sizes = [len(row.token_ids) for row in plan.new_rows]
-    mailbox.send(StepResult(plan.generation, plan.step, [sizes], [], plan.rows, 0.0))
+    rows = dict.fromkeys(plan.rows, "")
+    mailbox.send(StepResult(plan.generation, plan.step, [sizes], [], [], rows, 0.0))
 """
 
 
@@ -182,7 +185,7 @@ async def hosting(
 
 
 def make_plan(step: int, prompt: bytes = b"") -> StepPlan:
-    rows = [NewRow(0, prompt, 0, 0.0, 0, 1.0, 0.0, 0, -1)]
+    rows = [NewRow(0, prompt, 0, 0, SampleInputs(seed=0))]
     return StepPlan(0, step, rows, [0], [1], [True], [])
 
 
@@ -216,7 +219,7 @@ async def test_messages_larger_than_any_buffer(monkeypatch: pytest.MonkeyPatch) 
         host.executor.send(make_plan(1))
         large, small = await host.next(), await host.next()
     assert large.tokens == [[8 << 20]]
-    assert large.failed == rows
+    assert list(large.failed) == rows
     assert small.tokens == [[0]]
 
 
@@ -270,7 +273,7 @@ async def test_a_closed_socket_is_a_death(monkeypatch: pytest.MonkeyPatch) -> No
 )
 async def test_garbage_is_a_death(monkeypatch: pytest.MonkeyPatch, garbage: bytes) -> None:
     """A frame that is no message ends the worker with one error; what follows it is not heard."""
-    result = StepResult(0, 0, [], [], [], 0.0)
+    result = StepResult(0, 0, [], [], [], {}, 0.0)
     stream = frame(READY) + frame(result) + raw(garbage) * 2 + frame(result)
     async with hosting(monkeypatch) as host:
         await host.start(f"sock.sendall({stream!r})\nlive_on()")
@@ -354,7 +357,7 @@ async def test_a_failed_step_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None
     """An error of a later step is delivered as a WorkerError that quotes it."""
     failed = Failed("ValueError", "no such row")
     async with hosting(monkeypatch) as host:
-        late = StepResult(0, 0, [], [], [], 0.0)
+        late = StepResult(0, 0, [], [], [], {}, 0.0)
         await host.start(sends(READY, Beat(), failed, late, failed) + "live_on()")
         assert (await host.death()).endswith("failed: ValueError: no such row")
 

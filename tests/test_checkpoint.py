@@ -204,6 +204,8 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
         "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
         "pytorch_model.bin",
         "consolidated.safetensors",
         "onnx/model.safetensors",
@@ -214,7 +216,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         allow_patterns=options["allow_patterns"],
         ignore_patterns=options["ignore_patterns"],
     )
-    assert list(wanted) == offered[:5]
+    assert list(wanted) == offered[:7]
 
 
 def test_hub_failure(monkeypatch: pytest.MonkeyPatch) -> None:

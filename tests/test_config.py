@@ -20,8 +20,22 @@ BAD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [1, 0, -1, 2.0, "100", True],
     "distributed_executor_backend": ["ray", "", "MP", 1],
     "worker_lease_s": [0, -1, -0.5, math.inf, math.nan, "5", None, True],
+    "max_num_active_seqs": [0, -1, 257, 1.5, "8", True],
+    "max_num_queued_reqs": [0, -1, 1.5, "8", True],
+    "max_num_queued_tokens": [0, -1, 1.5, "8k", True],
+    "scheduling_policy": ["lifo", "", "FCFS", None, 1],
+    "aging_s": [0, -1, math.inf, math.nan, "5", True, 5.0],
+    "timeout_s": [0, -1, math.inf, math.nan, "5", True],
+    "ttft_target_s": [0, -1, math.inf, math.nan, "5", True],
+    "ttft_policy": ["ignore", "", None, 1],
+    "itl_target_ms": [0, -1, math.inf, math.nan, "50", True],
     "seed": [-1, 0.0, "0", None, True],
-    "max_logprobs": [-1, 20.0, "20", None, True],
+    "max_logprobs": [-2, 1.0, "1", None, True],
+    "logprobs_mode": ["raw", None, 1],
+    "generation_config": ["none", None, {}],
+    "override_generation_config": [[1], "{}", 5],
+    "reasoning_start_str": ["", None, 5],
+    "reasoning_end_str": ["", None, 5],
 }
 GOOD: dict[str, list[Any]] = {
     "dtype": ["auto", "float32", "float16", "bfloat16"],
@@ -34,8 +48,22 @@ GOOD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [None, 2],
     "distributed_executor_backend": [None, "inline", "mp"],
     "worker_lease_s": [0.001, 5, 5.5],
+    "max_num_active_seqs": [None, 1, 256],
+    "max_num_queued_reqs": [None, 1],
+    "max_num_queued_tokens": [None, 1],
+    "scheduling_policy": ["fcfs", "priority"],
+    "aging_s": [None],
+    "timeout_s": [None, 0.001, 60],
+    "ttft_target_s": [None, 0.001, 60],
+    "ttft_policy": ["drop", "demote"],
+    "itl_target_ms": [None, 0.001, 50],
     "seed": [0, 2**64],
-    "max_logprobs": [0, 49152],
+    "max_logprobs": [-1, 0, 49152],
+    "logprobs_mode": ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
+    "generation_config": ["auto", "vllm"],
+    "override_generation_config": [None, {}, {"temperature": 0.5}],
+    "reasoning_start_str": ["<think>"],
+    "reasoning_end_str": ["</think>"],
 }
 ANYTHING_GOES = {"model", "revision", "enable_prefix_caching", "async_scheduling", "record"}
 
@@ -53,7 +81,7 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     assert type(caught.value) is ConfigError
     assert caught.value.field == name
     assert caught.value.value is value
-    assert str(caught.value).startswith(f"{name} must be ")
+    assert str(caught.value).startswith(f"{name} must ")
     assert str(caught.value).endswith(f", got {value!r}")
 
 
@@ -68,6 +96,12 @@ def test_every_setting_is_in_the_tables() -> None:
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     assert names == BAD.keys() | ANYTHING_GOES
     assert BAD.keys() == GOOD.keys()
+
+
+def test_aging_belongs_to_priorities() -> None:
+    """`aging_s` is refused under fcfs, where it would do nothing (the tables above), and taken
+    where there are priorities."""
+    assert EngineConfig(scheduling_policy="priority", aging_s=0.5).aging_s == 0.5
 
 
 @pytest.mark.parametrize("value", ["0", "1", "0k"])
@@ -154,10 +188,18 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         block_size=8,
         max_num_batched_tokens=77,
         max_num_seqs=5,
+        max_num_active_seqs=4,
+        max_num_queued_reqs=6,
+        max_num_queued_tokens=600,
         long_prefill_token_threshold=33,
+        itl_target_ms=44.0,
+        scheduling_policy="priority",
+        aging_s=1.5,
+        ttft_policy="demote",
         enable_prefix_caching=False,
         kv_cache_memory_bytes=12345,
         num_gpu_blocks_override=99,
+        logprobs_mode="raw_logits",
     )
     scheduler, worker = config.resolve(model_path="/some/dir", model_max_len=1000)
     assert dataclasses.asdict(scheduler) == {
@@ -165,7 +207,14 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "max_model_len": 300,
         "max_num_batched_tokens": 77,
         "max_num_seqs": 5,
+        "max_num_active_seqs": 4,
+        "max_num_queued_reqs": 6,
+        "max_num_queued_tokens": 600,
         "long_prefill_token_threshold": 33,
+        "itl_target_ms": 44.0,
+        "scheduling_policy": "priority",
+        "aging_s": 1.5,
+        "ttft_policy": "demote",
         "enable_prefix_caching": False,
     }
     assert dataclasses.asdict(worker) == {
@@ -177,6 +226,7 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "max_num_seqs": 5,
         "kv_cache_memory_bytes": 12345,
         "num_blocks": 99,
+        "logprobs_mode": "raw_logits",
     }
 
 
@@ -212,6 +262,6 @@ def test_a_given_length_is_never_lowered() -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 16), (0, 16), (2, 1)])
 def test_a_pool_without_room_for_two_tokens_is_refused(num_blocks: int, block_size: int) -> None:
     """Auto does not go below a prompt token and a new one: the memory is what has to change."""
-    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes .*it gives {num_blocks}, got 9"):
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory_bytes must leave room .*, got 9"):
         fit(num_blocks, block_size=block_size, kv_cache_memory_bytes=9)
     assert fit(num_blocks + 2, block_size=block_size).max_model_len >= 2

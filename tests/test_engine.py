@@ -261,6 +261,100 @@ async def test_random_callers_leave_nothing_behind(embedded_dir: Path) -> None:
     assert {"left", "length", "abort"} <= set(ends)
 
 
+async def test_priority_is_refused_where_it_would_do_nothing(embedded_dir: Path) -> None:
+    """Under fcfs a priority is an error that names it; bad values are under any policy."""
+    async with fake_engine(embedded_dir) as engine:
+        await last(engine.generate([1], greedy(), priority=0))
+        with pytest.raises(errors.RequestError, match=r"priority must be 0 where.*fcfs, got -1"):
+            await last(engine.generate([1], greedy(), priority=-1))
+        for field, value in itertools.product(("timeout_s", "ttft_target_s"), (0, -1.0, "5", True)):
+            with pytest.raises(errors.RequestError, match=f"{field} must be a positive number"):
+                await last(engine.generate([1], greedy(), **{field: value}))
+        with pytest.raises(errors.RequestError, match=r"priority must be an integer, got 1\.5"):
+            await last(engine.generate([1], greedy(), priority=1.5))  # type: ignore[arg-type]
+
+
+async def test_a_better_priority_overtakes_what_runs(embedded_dir: Path) -> None:
+    """With one seat, a request of a better class that comes later ends first."""
+    config: dict[str, Any] = {"scheduling_policy": "priority", "max_num_seqs": 1}
+    async with fake_engine(embedded_dir, **config) as engine:
+        low = engine.generate([1], greedy(500), priority=1)
+        await anext(low)
+        high = await last(engine.generate([2], greedy(5), priority=0))
+        assert not (output := await anext(low)).finished
+        assert output.metrics.num_preemptions == 1
+        assert (await last(low)).outputs[0].token_ids == expected_output([1], 500, VOCAB)
+        assert high.outputs[0].token_ids == expected_output([2], 5, VOCAB)
+
+
+async def test_a_timeout_needs_no_step_to_be_seen(embedded_dir: Path) -> None:
+    """Running, waiting and beside workers that do not answer, a request ends at its time with what
+    it has; the engine then sleeps again."""
+    executor = FakeExecutor()
+    async with fake_engine(embedded_dir, executor, max_num_seqs=1) as engine:
+        streams = [engine.generate([n], greedy(5000), timeout_s=0.2 + n / 10) for n in range(2)]
+        running, waiting = await asyncio.gather(*map(last, streams))
+        assert running.outputs[0].token_ids
+        assert (waiting.metrics.scheduled_s or 0) >= (running.metrics.finished_s or 0)
+        executor.delay_s = 60  # the next plan is never answered
+        stalled = await last(engine.generate([3], greedy(), timeout_s=0.1))
+        for output, timeout_s in ((running, 0.2), (waiting, 0.3), (stalled, 0.1)):
+            answer, metrics = output.outputs[0], output.metrics
+            assert (answer.finish_reason, answer.stop_reason) == ("abort", "timeout")
+            assert metrics.finished_s is not None
+            assert timeout_s <= metrics.finished_s - metrics.arrival_s < timeout_s + 0.1
+        assert engine.core.scheduler.next_deadline_s is None
+
+
+async def test_a_timeout_holds_while_workers_restart(embedded_dir: Path) -> None:
+    """A request ends at its time though the engine is busy starting new workers; others go on."""
+    executor = FakeExecutor()
+    executor.kills = lambda plan, model: len(executor.generations) == 1 and plan.step == 2
+    async with fake_engine(embedded_dir, executor) as engine:
+        start = executor.start
+
+        async def slow_start(*args: Any) -> Any:
+            await asyncio.sleep(0.5)
+            return await start(*args)
+
+        executor.start = slow_start  # type: ignore[method-assign]
+        streams = [engine.generate([1], greedy(), timeout_s=0.2), engine.generate([2], greedy())]
+        hurried, other = await asyncio.gather(*map(last, streams))
+    assert hurried.outputs[0].stop_reason == "timeout"
+    assert (hurried.metrics.finished_s or 0) < hurried.metrics.arrival_s + 0.4
+    assert other.outputs[0].token_ids == expected_output([2], 8, VOCAB)
+
+
+async def test_settings_give_every_request_a_deadline(embedded_dir: Path) -> None:
+    """`timeout_s` and `ttft_target_s` of the config hold where a request brings none."""
+    executor = FakeExecutor(delay_s=0.15)
+    async with fake_engine(embedded_dir, executor, timeout_s=0.9, ttft_target_s=0.1) as engine:
+        late = await last(engine.generate([1], greedy(5000)))
+        assert late.outputs[0].stop_reason == "ttft"
+        patient = await last(engine.generate([1], greedy(5000), ttft_target_s=5))
+        assert patient.outputs[0].stop_reason == "timeout"
+        assert patient.outputs[0].token_ids
+
+
+async def test_a_full_queue_refuses_at_the_door(embedded_dir: Path) -> None:
+    """A request beyond the caps is an error of its own kind, and nothing is left of it."""
+    async with fake_engine(embedded_dir, max_num_queued_reqs=2) as engine:
+        streams = [engine.generate([1], greedy(1000), request_id=str(n)) for n in range(2)]
+        for stream in streams:
+            await anext(stream)
+        for prompt in ("text", [1]):
+            with pytest.raises(errors.EngineBusyError, match="max_num_queued_reqs is 2"):
+                await last(engine.generate(prompt, greedy(), request_id="3"))
+        engine.abort("0")
+        assert (await last(engine.generate([1], greedy(), request_id="3"))).finished
+        for stream in streams:
+            await stream.aclose()
+    async with fake_engine(embedded_dir, max_num_queued_tokens=10) as engine:
+        with pytest.raises(errors.EngineBusyError, match="max_num_queued_tokens is 10"):
+            await last(engine.generate([1] * 6, greedy(n=2)))
+        assert "request-0" not in engine.core.scheduler
+
+
 async def test_an_idle_engine_does_nothing(embedded_dir: Path) -> None:
     """Without requests no plan is sent and the supervisor waits."""
     executor = FakeExecutor()

@@ -34,7 +34,7 @@ def test_host_modules_load_without_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wall", "first", "last"), [("Host", "errors", "scheduler"), ("Device", "dist", "model_runner")]
+    ("wall", "first", "last"), [("Host", "errors", "core"), ("Device", "dist", "model_runner")]
 )
 def test_walls_cover_the_order(wall: str, first: str, last: str) -> None:
     """A wall binds every module of the reading order from its first to its last."""

@@ -4,13 +4,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from minivllm.dist import Group
 from minivllm.errors import ModelError
 from minivllm.layers import (
+    ACTIVATIONS,
     GatedMLP,
+    QKNorm,
+    RMSNorm,
     RowLinear,
     linear,
     pack,
@@ -39,6 +44,57 @@ def test_rms_norm_equals_transformers(num_tokens, size):
         torch.testing.assert_close(
             form(x, oracle.weight, eps=1e-5), oracle(x), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+def test_rms_norm_adds_its_offset_to_the_weight(num_tokens):
+    """Both forms with the offset 1 give what transformers' norm of that kind gives."""
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, 576) * 5
+    oracle = Gemma3RMSNorm(576, eps=1e-5).requires_grad_(False)
+    oracle.weight.copy_(torch.randn(576))
+    for form in (rms_norm, rms_norm_torch):
+        got = form(x, oracle.weight, eps=1e-5, offset=1.0)
+        torch.testing.assert_close(got, oracle(x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_offset_is_added_in_float32():
+    """In bfloat16 a norm with an offset has the bits of transformers', which adds in float32."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    oracle = Gemma3RMSNorm(64, eps=1e-5).requires_grad_(False).bfloat16()
+    oracle.weight.copy_(torch.randn(64) / 8)
+    assert torch.equal(rms_norm(x, oracle.weight, eps=1e-5, offset=1.0), oracle(x))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("is_per_head", [True, False])
+def test_qk_norm_leaves_v_alone(num_tokens, is_per_head):
+    """q and k are normalised each with its own weight, per head or over all heads; v is not."""
+    H, K, D = 6, 2, 8
+    torch.manual_seed(0)
+    parts = [torch.randn(num_tokens, n * D) for n in (H, K, K)]
+    norms = []
+    for num_heads in (H, K):
+        size = D if is_per_head else num_heads * D
+        norm = RMSNorm(size, eps=1e-5, offset=0.0, dtype=torch.float32, device=CPU)
+        norm.weight.copy_(torch.randn(size))
+        norms.append(norm)
+    got = QKNorm(H * D, K * D, *norms)(torch.cat(parts, dim=1))
+    expected = [
+        rms_norm_torch(part.unflatten(1, (-1, len(norm.weight))), norm.weight, eps=1e-5).flatten(1)
+        for part, norm in zip(parts, norms, strict=False)
+    ]
+    torch.testing.assert_close(got, torch.cat((*expected, parts[2]), dim=1))
+
+
+def test_a_rotation_of_no_pairs_copies_q_and_k():
+    """With an empty table both forms split the projection and turn nothing."""
+    qkv = torch.randn(5, 4 * 16)
+    table = rope_table(torch.empty(0), 1.0, 5)
+    for form in (split_qkv, split_qkv_torch):
+        got = form(qkv, torch.arange(5), table, num_heads=2, num_kv_heads=1)
+        assert torch.equal(torch.cat([x.flatten(1) for x in got], dim=1), qkv)
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(40.0)])
@@ -146,15 +202,18 @@ def test_split_qkv_keeps_a_half_dtype():
         torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
 
 
-def test_gated_mlp_is_down_of_silu_gate_times_up():
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlp_is_down_of_activated_gate_times_up(activation):
     """The fused MLP equals the formula written out in float64."""
     torch.manual_seed(0)
-    mlp = GatedMLP(16, 24, bias=True, group=Group(), dtype=torch.float32, device=CPU)
+    mlp = GatedMLP(
+        16, 24, activation=activation, bias=True, group=Group(), dtype=torch.float32, device=CPU
+    )
     for parameter in mlp.parameters():
         parameter.copy_(torch.randn_like(parameter))
     x = torch.randn(5, 16)
     fused = x.double() @ mlp.gate_up.weight.double().T + mlp.gate_up.bias.double()
-    middle = F.silu(fused[:, :24]) * fused[:, 24:]
+    middle = ACT2FN[activation](fused[:, :24]) * fused[:, 24:]
     expected = middle @ mlp.down.weight.double().T + mlp.down.bias.double()
     torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-4)
 

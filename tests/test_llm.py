@@ -344,7 +344,7 @@ def test_the_seed_of_the_engine_decides_for_requests_without_one(embedded_dir: P
         with fake_llm(embedded_dir, executor, seed=seed) as llm:
             generate(llm, [[1], [2], [3]], [greedy(2), greedy(2, seed=77), greedy(2, seed=-1)])
         rows = [row for plan in executor.plans for row in plan.new_rows]
-        drawn.append([row.seed for row in rows])
+        drawn.append([row.inputs.seed for row in rows])
     assert drawn[0] == drawn[1] != drawn[2]
     assert [seeds[1] for seeds in drawn] == [77] * 3
     assert len(set(drawn[0])) == 3

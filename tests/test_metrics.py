@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.batch import Ready
+from minivllm.batch import Ready, SampleInputs
 from minivllm.metrics import finished_line, start_line
 from minivllm.request import Request, RequestStats, SamplingParams
 
@@ -10,11 +10,12 @@ from minivllm.request import Request, RequestStats, SamplingParams
 def make_request(num_output: int, reason: str, **stats: Any) -> Request:
     request = Request(
         id="abc",
+        group_id="g",
         number=0,
         prompt=None,
         prompt_token_ids=range(12),
         params=SamplingParams(),
-        seed=0,
+        inputs=SampleInputs(seed=0),
         max_len=100,
         stop_ids=frozenset(),
     )
