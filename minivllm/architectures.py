@@ -36,7 +36,6 @@ class LayerConfig(NamedTuple):
 class ModelConfig:
     """A decoder's dimensions and switches, whatever its family calls them."""
 
-    architecture: str
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -207,7 +206,6 @@ def _decoder(
     num_heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
     shared = {
-        "architecture": hf["architectures"][0],
         "hidden_size": hf["hidden_size"],
         "intermediate_size": hf["intermediate_size"],
         "num_heads": num_heads,

@@ -100,7 +100,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
 
     Shapes: k, v [T, K, D]; slots [T]
     """
-    if _for_numba(k):
+    if on_numba(k):
         _store_kv_loop(k.numpy(), v.numpy(), cache.k.numpy(), cache.v.numpy(), slots.numpy())
     else:
         store_kv_torch(k, v, cache, slots)
@@ -143,7 +143,7 @@ def paged_attention(
     Shapes: q [T, H, D]; out [T, H, D]
     Needs:  the step's own keys and values stored
     """
-    if not _for_numba(q):
+    if not on_numba(q):
         return paged_attention_torch(
             q, cache, batch, scale=scale, window=window, soft_cap=soft_cap
         )
@@ -258,15 +258,16 @@ def _attend_tile(
     return out.view(K, H // K, Q, D).permute(2, 0, 1, 3).reshape(Q, H, D)
 
 
-def _for_numba(x: torch.Tensor) -> bool:
+def on_numba(x: torch.Tensor) -> bool:
+    """Whether numba kernels compute on `x`; all else is torch's."""
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
 # NaN and infinity must behave (a row that holds them must show it), so no "nnan" or "ninf".
-_FAST = {"reassoc", "contract", "arcp", "nsz"}
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
+@njit(nogil=True, cache=True, fastmath=FASTMATH)
 def _attend_head(q, k_cache, v_cache, table, first, kv_len, h, scale, soft_cap, out):  # noqa: ANN001, ANN202
     """One query position, one key/value head `h` with its G query heads; keys first : kv_len.
 
@@ -312,7 +313,7 @@ def _attend_head(q, k_cache, v_cache, table, first, kv_len, h, scale, soft_cap, 
             out[g, d] /= total
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
+@njit(nogil=True, cache=True, fastmath=FASTMATH)
 def _attend_row_head(q, k_cache, v_cache, starts, kv_lens, tables, scale, window, soft_cap, out, i):  # noqa: ANN001, ANN202
     """Item i of R * K: all queries of row i // K with head i % K; rows with many are not ours."""
     K = k_cache.shape[2]

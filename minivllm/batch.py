@@ -175,7 +175,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Please exit."""
+    """Please exit. For the inline worker alone: a worker process is killed, not asked."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=8):

@@ -11,7 +11,7 @@ are the worker's.
 Prefix cache: a full block's key is SHA-256 over (key of the block before, its token ids), so a key
 stands for a whole prefix. Keys live in the block manager, per request, and are found again in
 `_cached` (key -> block). A request's first key hangs on a root that covers everything else the KV
-depends on, so foreign KV cannot be hit.
+depends on, the caller's salt and the epoch of the weights, so foreign or stale KV cannot be hit.
 
 Where a block is freed: `release` puts a request's blocks at the tail of the free queue, its last
 block first, so that the leaves of a shared prefix go before its stem. A freed block keeps its key

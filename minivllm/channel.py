@@ -1,6 +1,6 @@
 """The process wall: framed messages over a socket, and the worker process behind it.
 
-    host (event loop)                                    worker (`python -m minivllm.worker FD`)
+    host (event loop)                            worker (`python -m minivllm.worker FD PARENT_PID`)
     ProcessExecutor ── socketpair: [length][message] ──> Mailbox (a thread) ──> main thread
          ^    ^                                              │
          │    └── lease: some frame every few seconds <──────┘ Beat
@@ -11,10 +11,12 @@ An executor runs plans and delivers results, in order, by a callback on the even
 generation at a time: after it has delivered a `WorkerError` it stays silent until it is started
 again.
 
-How a death is seen: a closed socket at once; a stopped or stuck worker when its lease lapses; an
-error by its message. How a host's death is seen: by end of file, or by a change of parent where a
-fork of the host keeps the socket open. No signals are used or handled, so any loop in any thread
-will do. What is sent: `batch`. What to do after a death: `engine` and `scheduler`.
+How a death is seen: a closed socket at once, but for the moment in which the end of stderr comes;
+a process that stands still when its lease lapses; an error by its message. Not seen is a step that
+hangs while other threads run: the mailbox goes on beating. How a host's death is seen: by end of
+file, or by a change of parent where a fork of the host keeps the socket open. No signal is handled,
+so any loop in any thread will do. Beside the socket only the worker's stderr crosses, into the log.
+What is sent: `batch`. What to do after a death: `engine` and `scheduler`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The command line: `minivllm generate`, `minivllm replay`.
 
 Flags are made from the fields of `EngineConfig` and `SamplingParams`, so there is one list of
-settings. Text goes to stdout as it is generated when there is one prompt, whole outputs in order
-when there are several, JSON lines with `--json`; everything else goes to stderr. An error of ours
-is one line and exit status 1, never a traceback.
+settings; unless asked otherwise, decoding is greedy and ends after 64 tokens. Text goes to stdout
+as it is generated when there is one prompt, whole outputs in order when there are several, JSON
+lines with `--json`; everything else goes to stderr. An error of ours is one line and exit status 1,
+never a traceback.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """What a user may set, and what the engine makes of it.
 
-`EngineConfig` is flat and keyword-only, with the names of vLLM's EngineArgs: it is what people
-type, in Python or as flags. `resolve()` turns every "auto" into a value and returns two frozen
-groups, one for each side of the process wall:
+`EngineConfig` is flat and keyword-only, with the names of vLLM's EngineArgs where vLLM has the
+setting: it is what people type, in Python or as flags. `resolve()` settles `max_model_len` against
+the model's limit and returns two frozen groups, one for each side of the process wall:
 
     EngineConfig ──resolve(model limit)──> SchedulerConfig   host: admission, budget, blocks
-                                      └──> WorkerConfig      worker: weights, KV memory, threads
+                                      └──> WorkerConfig      worker: weights, KV memory, rows
 
-Invariants: nothing writes to a config after construction; nothing else reads the environment for
-settings. What only a device can tell (how many blocks fit) comes back in the worker's ready message
-and is not here.
+Invariants: nothing writes to a config after construction; no setting comes from the environment
+(it only says where converted models are kept: `convert`). What only a device can tell, how many
+blocks fit and the dtype for "auto", is the worker's to settle; `fit_pool` takes its answer in.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class EngineConfig:
             name = "kv_cache_memory_bytes"
             if self.num_gpu_blocks_override is not None:
                 name = "num_gpu_blocks_override"
-            rule = f"must leave room for 2 tokens , it gives {num_blocks} blocks"
+            rule = f"must leave room for 2 tokens, it gives {num_blocks} blocks"
             raise ConfigError(name, getattr(self, name), rule)
         return dataclasses.replace(scheduler, max_model_len=capacity)
 

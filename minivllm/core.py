@@ -7,8 +7,9 @@ from prompts and parameters (checks, defaults, the words of parameters made into
 turns what the workers sampled into text, log-probabilities and ends.
 
 Invariants: a request is accepted whole or not at all; every accepted request gets exactly one end,
-and `apply` is where it gets it, unless it is aborted or its time is over (`expire`). Where blocks
-are freed: `scheduler`; how a stop cuts text: `detokenizer`; who waits for what: `engine`.
+in `apply`, unless it is aborted (`abort`), its time is over (`expire`) or it keeps killing workers
+(`fail_suspects`). Where blocks are freed: `blocks`; how a stop cuts text: `detokenizer`; who waits
+for what: `engine`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class EngineCore:
     ) -> None:
         self._config = config
         self._model_max_len = checkpoint.max_position_embeddings
-        self._default_params = default_params(config, checkpoint)
+        self.default_params = _default_params(config, checkpoint)
+        """What a request without parameters gets."""
         self._vocab_size = ready.vocab_size
         self._eos_ids = frozenset(checkpoint.eos_token_ids)
         self._tokenizer = tokenizer
@@ -104,7 +106,7 @@ class EngineCore:
         Raises: a `RequestError` naming the field and the value, or `EngineBusyError`; then nothing
                 has changed
         """
-        params = params or self._default_params
+        params = params or self.default_params
         ids = [request_id]
         if params.n > 1:
             ids = [f"{request_id}[{child}]" for child in range(params.n)]
@@ -161,11 +163,6 @@ class EngineCore:
         """The seed of the next request that brings none."""
         return self._seeds.getrandbits(64)
 
-    @property
-    def default_params(self) -> SamplingParams:
-        """What a request without parameters gets."""
-        return self._default_params
-
     def _truncated(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
         limit = params.truncate_prompt_tokens
         if limit is None:
@@ -209,13 +206,13 @@ class EngineCore:
             end_ids=sorted(stop_ids) if params.min_tokens else [],
             forced_ids=list(params.trace_decode_token_ids or ()),
             thinking=self._thinking(params.thinking_token_budget),
-            num_logprobs=self._count(num_logprobs),
+            num_logprobs=self._num_logprobs(num_logprobs),
             logprob_token_ids=listed,
-            num_prompt_logprobs=self._count(params.prompt_logprobs),
+            num_prompt_logprobs=self._num_logprobs(params.prompt_logprobs),
             processors=tuple(params.logits_processors or ()),
         )
 
-    def _count(self, num_logprobs: int | None) -> int:
+    def _num_logprobs(self, num_logprobs: int | None) -> int:
         """-1 for none, as the worker has it, from -1 for all, as users have it."""
         if num_logprobs is None:
             return -1
@@ -411,7 +408,7 @@ def _check_seconds(name: str, value: Any) -> None:
         raise RequestError(name, value, "must be a positive number of seconds")
 
 
-def default_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingParams:
+def _default_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingParams:
     """The sampling parameters of a request that brings none: the model's own, then the config's.
 
     Raises: `ConfigError` for values that `SamplingParams` refuses

@@ -20,7 +20,8 @@ own request, and holds nobody up for longer than 0.05 s at a time or 0.5 ms per 
 
 Special tokens that are skipped do not exist for the text, nor for its stops. No spaces are put
 between those that are kept, so `spaces_between_special_tokens` changes nothing: it is for decoders
-that join words; in our two families a space is a byte of some token. End-of-sequence: `core`.
+that join words; in the vocabularies of `tokenizer` a space is a byte of some token.
+End-of-sequence: `core`.
 """
 
 from __future__ import annotations

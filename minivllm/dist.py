@@ -6,8 +6,8 @@ of a model can be built side by side in one process by handing each its own grou
 
     column split (qkv, gate_up) ──> row split (o, down) ──> group.all_reduce ──> residual
 
-Invariant: layers never ask `torch.distributed` for a rank or a size. The group of one rank is the
-identity; groups over several processes have the same methods. Who splits a weight how: `layers`.
+Invariant: layers never ask `torch.distributed` for a rank or a size. The group of one rank, the
+identity, is the only one so far.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import torch
 
 class Group:
     """The group of one rank: every collective is the identity."""
-
-    rank: int = 0
-    size: int = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`.

@@ -8,10 +8,11 @@ queued), applies what comes back, and restarts the workers when they die. Everyt
 for arrives in one inbox: a result, a death, or a nudge that there is new work; so an idle engine
 sleeps. Deadlines have an alarm of their own, which rings whatever the supervisor waits for.
 
-Invariants: nothing here blocks the loop; a caller sees the end of its own request or `EngineDead`,
-never somebody else's failure. Output is built when a caller looks, so a slow reader costs no
-memory: it finds everything that came meanwhile. This module never imports torch. Decisions and
-text: `core`; where blocks are freed: `scheduler`; what crosses the process wall: `batch`.
+Invariants: nothing here waits on the loop, except to write a recording; a caller sees the end of
+its own request or `EngineDead`, never somebody else's failure. Output is built when a caller looks,
+so a slow reader costs no memory: it finds everything that came meanwhile. This module never imports
+torch. Decisions and text: `core`; what dies with a worker: `scheduler`; what crosses the process
+wall: `batch`.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ class AsyncEngine:
 
         `prompt`: text, token ids, or a dict with `prompt` or `prompt_token_ids` and perhaps
         `cache_salt`, which keeps its cached KV from requests with another one. Closing the iterator
-        aborts the request.
+        aborts the request. `params`: None takes the model's own defaults. `request_id`: for
+        `abort`; one is made if there is none.
 
         `priority`: the lower, the earlier it is served. `timeout_s` after its arrival the request
         ends with "abort" and stop reason "timeout", `ttft_target_s` after it, without a first

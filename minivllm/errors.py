@@ -15,12 +15,12 @@
     │   ├── RequestTooLargeError   could never fit in the KV cache
     │   └── DuplicateRequestError
     ├── EngineBusyError            the queue is full: nothing was done, try again later
-    ├── EngineClosedError          generate() after shutdown, or before start
+    ├── EngineClosedError          not started, shut down, or asleep: nothing can be asked now
     ├── EngineDead                 the engine stopped for a reason that is not the caller's
     └── WorkerError                a worker died or failed; carries the end of its stderr
 
 Whoever catches `MinivllmError` has caught them all. A `RequestError` costs nobody but its sender
-anything; a `ConfigError` or `ModelError` is raised before the engine is ready.
+anything; a `ConfigError` or `ModelError` ends a start, or a later call that then changes nothing.
 
 Errors cross the process wall by name and text (`to_wire`, `from_wire`): nothing is pickled.
 """
@@ -67,7 +67,7 @@ class ModelNotFoundError(ModelError):
 
 
 class CorruptFileError(ModelError):
-    """A weight file that ends early or contradicts itself."""
+    """A weight file or a recording that ends early or contradicts itself."""
 
 
 class WeightsError(ModelError):
@@ -103,11 +103,11 @@ class DuplicateRequestError(RequestError):
 
 
 class EngineBusyError(MinivllmError):
-    """The engine has as many requests as its config lets it queue."""
+    """The engine has as many requests, or prompt tokens, as its config lets it queue."""
 
 
 class EngineClosedError(MinivllmError):
-    """The engine has not been started, or was shut down."""
+    """The engine has not been started, was shut down, or sleeps."""
 
 
 class EngineDead(MinivllmError):

@@ -1,4 +1,4 @@
-"""The parts a decoder is made of: linears, RMS norm, rotary embedding, gated MLP.
+"""The parts a decoder is made of: linears, RMS norms, rotary embedding, gated MLP.
 
 Weights that multiply the same input are fused (q, k, v; gate, up), so a layer is four GEMMs:
 
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from numba import njit, prange
 from torch import nn
 
+from minivllm.attention import FASTMATH, on_numba
 from minivllm.dist import Group
 from minivllm.errors import ModelError
 
@@ -206,7 +207,7 @@ def rms_norm(
 
     Shapes: x [T, E] contiguous; weight [E]; out [T, E]
     """
-    if not _on_numba(x):
+    if not on_numba(x):
         return rms_norm_torch(x, weight, eps=eps, offset=offset)
     out = torch.empty_like(x)
     arrays = (x.numpy(), weight.numpy(), eps, offset, out.numpy())
@@ -243,7 +244,7 @@ def split_qkv(
             out q [T, H, D], k [T, K, D], v [T, K, D]
     Needs:  every position in [0, max_model_len)
     """
-    if not _on_numba(qkv):
+    if not on_numba(qkv):
         return split_qkv_torch(
             qkv, positions, rope, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
@@ -409,15 +410,8 @@ _ROPE_TYPES = {
 
 # --------------------------------------------------------------------------------- numba forms
 
-# Neither "nnan" nor "ninf": a row of NaN must come out as NaN, so that it can be failed.
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
-
-def _on_numba(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.dtype == torch.float32
-
-
-@njit(nogil=True, cache=True, fastmath=_FASTMATH)
+@njit(nogil=True, cache=True, fastmath=FASTMATH)
 def _rms_norm_tokens(
     x: np.ndarray,
     weight: np.ndarray,
@@ -453,7 +447,7 @@ def _rms_norm_parallel(
         _rms_norm_tokens(x, weight, eps, offset, out, start, stop)
 
 
-@njit(nogil=True, cache=True, fastmath=_FASTMATH)
+@njit(nogil=True, cache=True, fastmath=FASTMATH)
 def _split_qkv_tokens(
     qkv: np.ndarray,
     positions: np.ndarray,

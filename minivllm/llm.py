@@ -105,7 +105,7 @@ class LLM:
         here: what comes back is the end.
 
         Raises: a `RequestError` for the first prompt that is wrong, the others are aborted;
-                `EngineClosedError`
+                `ConfigError` for a wrong number of parameters; `EngineClosedError`
         """
         if self._loop.is_closed():
             raise EngineClosedError("the LLM was shut down")
@@ -198,6 +198,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
+
         async def reset() -> None:
             self._engine.reset_prefix_cache()
 

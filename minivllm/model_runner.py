@@ -138,7 +138,7 @@ class ModelRunner:
         }
         self._rows = _Rows(config.max_num_seqs, config.max_model_len, config.block_size)
         self._next_step = 0
-        self._mode = LogprobsMode(
+        self._logprobs_mode = LogprobsMode(
             processed=config.logprobs_mode.startswith("processed"),
             normalized=config.logprobs_mode.endswith("logprobs"),
         )
@@ -214,9 +214,10 @@ class ModelRunner:
             )
 
     def _warm_up(self) -> None:
-        """Run each kind of kernel once, on the null block, so that no request pays for it."""
-        for num_tokens in (1, min(64, self._config.max_num_batched_tokens)):
-            num_tokens = min(num_tokens, self._config.block_size)
+        """Run two short steps on the null block, so that no request pays for the kernels that every
+        step needs. They are too short for the parallel forms of these."""
+        longest = min(64, self._config.max_num_batched_tokens, self._config.block_size)
+        for num_tokens in (1, longest):
             inputs = SampleInputs(seed=0, num_logprobs=0)
             new = NewRow(0, bytes(4 * num_tokens), 0, num_tokens, inputs)
             plan = StepPlan(0, self._next_step, [new], [0], [num_tokens], [True], [(0, [0])])
@@ -320,7 +321,7 @@ class ModelRunner:
                     self._model.compute_logits(hidden[offset : offset + len(targets)]),
                     torch.from_numpy(targets).to(hidden.device),
                     np.full(len(targets), count),
-                    normalized=self._mode.normalized,
+                    normalized=self._logprobs_mode.normalized,
                 )
                 found += _as_rows(logprobs)
             if found:
@@ -346,7 +347,8 @@ class ModelRunner:
             AdjustedRow(idx, known.inputs[rows[idx]], known.token_ids[rows[idx], : positions[idx]])
             for idx in np.flatnonzero(known.is_adjusted[rows]).tolist()
         ]
-        return sample(self._model.compute_logits(hidden), batch, adjusted, self._mode)
+        logits = self._model.compute_logits(hidden)
+        return sample(logits, batch, adjusted, self._logprobs_mode)
 
 
 def _row_logprobs(output: SampleOutput, num_logprobs: np.ndarray) -> list[RowLogprobs | None]:

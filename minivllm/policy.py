@@ -44,30 +44,30 @@ class Aging:
     """The effective class of waiting and running requests; see the module header."""
 
     def __init__(self, aging_s: float | None, clock: Callable[[], float]) -> None:
-        self._aging = 1 if aging_s is None else max(1, round(aging_s * 1e9))
+        self._aging_ns = 1 if aging_s is None else max(1, round(aging_s * 1e9))
         self._clock = clock if aging_s is not None else lambda: 0.0
 
-    def _now(self) -> int:
+    def _now_ns(self) -> int:
         return round(self._clock() * 1e9)
 
     def arrive(self, request: Request) -> None:
         """Set what the class of a new request is counted from."""
-        request.slack = request.priority * self._aging
+        request.slack = request.priority * self._aging_ns
         self.wait(request)
 
     def wait(self, request: Request) -> None:
         """From now on the request waits: its class goes on falling."""
-        request.due = self._now() + request.slack
+        request.due = self._now_ns() + request.slack
 
     def run(self, request: Request) -> None:
         """From now on the request runs: its class is frozen."""
-        request.slack = request.due - self._now()
+        request.slack = request.due - self._now_ns()
 
     def rank(self, request: Request) -> Rank:
         """The request's place among all, now."""
         running = request.state is RequestState.RUNNING
-        slack = request.slack if running else request.due - self._now()
-        return request.stats.demoted, -(-slack // self._aging)
+        slack = request.slack if running else request.due - self._now_ns()
+        return request.stats.demoted, -(-slack // self._aging_ns)
 
 
 class WaitingQueue:

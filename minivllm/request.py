@@ -4,15 +4,17 @@
     prompt tokens ───┴─> Request ──(one step at a time)──> RequestOutput, one per look
 
 `SamplingParams` and the outputs are immutable and public. `Request` is the one mutable record of a
-request on the host: the scheduler owns its state and counters, the engine core its text and end.
+request on the host: the scheduler owns its tokens, state, counters and end, the engine core its
+text, log-probabilities and latencies.
 A *request* lives on the host; its place in a batch is a *row*.
 
     tokens   [ prompt ............ | output ......... ]  + num_pending sampled, not yet seen
     KV       [ num_computed ........ | in flight ... ]
                                      ^ num_scheduled = computed + in flight
 
-Invariants: num_computed <= num_scheduled <= known + pending; a request with `finish_reason` set
-never changes again. Where blocks are freed: `scheduler`. How text is cut at a stop: `detokenizer`.
+Invariants: num_computed <= num_scheduled <= known + pending; what a caller sees of a request never
+changes once `finish_reason` is set. Who sets it: `scheduler`. How text is cut at a stop:
+`detokenizer`.
 """
 
 from __future__ import annotations
@@ -123,7 +125,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Put spaces between shown special tokens, where the model's tokenizer does such a thing."""
+    """Accepted, as vLLM has it, and without effect: see `detokenizer`."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1: as many as the context allows."""
     skip_reading_prefix_cache: bool | None = None
@@ -140,17 +142,19 @@ class SamplingParams:
     """Tokens to come before another look is offered; the first and the end are at once."""
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, "must be an integer from 1 to 16384")
+        rule = f"must be an integer from 1 to {_MAX_N}"
+        _check_int("n", self.n, 1, rule)
         if self.n > _MAX_N:
-            raise RequestError("n", self.n, "must be an integer from 1 to 16384")
+            raise RequestError("n", self.n, rule)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), -2, 2, "must be between -2 and 2")
         _check_number("temperature", self.temperature, 0, 2, "must be between 0 and 2")
         if self.temperature == 0 and self.n > 1:
             raise RequestError("n", self.n, "must be 1 where temperature is 0: all would be equal")
-        for name, high in (("repetition_penalty", sys.float_info.max), ("top_p", 1)):
-            rule = "must be in (0, 1]" if high == 1 else "must be a number greater than 0"
-            _check_number(name, getattr(self, name), math.ulp(0.0), high, rule)
+        least, most = math.ulp(0.0), sys.float_info.max
+        _check_number("top_p", self.top_p, least, 1, "must be in (0, 1]")
+        rule = "must be a number greater than 0"
+        _check_number("repetition_penalty", self.repetition_penalty, least, most, rule)
         _check_number("min_p", self.min_p, 0, 1, "must be between 0 and 1")
         _check_int("top_k", self.top_k, -1, "must be an integer, 0 or -1 to turn it off")
         self._check_optional_ints()
@@ -368,8 +372,12 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer so far. `stop_reason`: the stop string or token id, None for the model's own end,
-    the text of the error when `finish_reason` is "error"."""
+    """One answer so far.
+
+    `finish_reason`: "stop", "length", "repetition", "abort" or "error"; None while it goes on.
+    `stop_reason`: of a "stop" the string, pattern or token id, None for the model's own end; of an
+    "abort" "timeout" or "ttft", None for the caller's; of an "error" its text.
+    """
 
     index: int
     text: str
@@ -475,8 +483,8 @@ class Request:
         self.priority = priority
         self.timeout_s = timeout_s
         self.ttft_target_s = ttft_target_s
-        self.due = 0  # for `policy.Aging`, while it waits
-        self.slack = 0  # for `policy.Aging`, while it runs
+        self.due = 0  # in ns, for `policy.Aging`, while it waits
+        self.slack = 0  # in ns, for `policy.Aging`, while it runs
         self.state = RequestState.WAITING
         self.row: int | None = None  # place in the worker's tables while running
         self.num_computed = 0
@@ -485,7 +493,7 @@ class Request:
         self.num_seen = 0  # tokens known at the last restart: more than this is progress
         self.num_started = 0  # tokens known when it last began to run
         self.suspect = False  # was in flight, without progress, when a worker died
-        self.strikes = 0
+        self.strikes = 0  # workers that died while it alone was in flight
         self.text = ""
         make = FlatLogprobs if params.flat_logprobs else list
         self.logprobs: Logprobs | None = make() if inputs.num_logprobs >= 0 else None

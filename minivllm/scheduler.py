@@ -1,7 +1,7 @@
 """Decides, step by step, which requests compute how many tokens, and who waits.
 
 No prefill, no decode: a step lets each request catch its computed tokens up to its known ones. A
-row that catches up samples. So batching, chunked prefill, resumption and verifying are one path.
+row that catches up samples. So batching, chunked prefill and resumption are one path.
 
     waiting ──admit──> running ──finish──> ended         waiting: a heap in order of service
        ^  │               │                              parked: waiting for KV that a running
@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from minivllm.batch import NewRow, RowLogprobs, StepPlan, StepResult
@@ -51,8 +50,6 @@ from minivllm.policy import (
 from minivllm.request import Request, RequestState
 
 MAX_STRIKES = 3
-
-_by_age = attrgetter("number")
 
 
 @dataclass(slots=True)
@@ -103,6 +100,7 @@ class _Step:
         "pace",
         "query_lens",
         "requests",
+        "rows",
         "samples",
     )
 
@@ -112,6 +110,7 @@ class _Step:
         self.may_admit = True  # until a running request found no block
         self.held: set[Request] = set()  # evicted, or to be as soon as they are not in flight
         self.requests: list[Request] = []
+        self.rows: list[int] = []
         self.query_lens: list[int] = []
         self.samples: list[bool] = []
         self.new_rows: list[NewRow] = []
@@ -172,10 +171,6 @@ class Scheduler:
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
         return self._requests.get(request_id)
-
-    def unfinished(self) -> list[Request]:
-        """Every request that has not ended, in order of arrival."""
-        return sorted(self._requests.values(), key=_by_age)
 
     def check_room(self, num_reqs: int, num_tokens: int) -> None:
         """Refuse so many requests, with so many prompt tokens together, if they are too many.
@@ -296,23 +291,23 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute until a result arrives."""
-        rows = deque(r for r in self.running if not self._suspects or r in self._suspects)
-        step = _Step(self.config.max_num_batched_tokens, self._pace(rows))
+        unserved = deque(r for r in self.running if not self._is_paused(r))
+        step = _Step(self.config.max_num_batched_tokens, self._pace(unserved))
         while step.may_admit and step.budget > 0 and (head := self._head()) is not None:
             rank = self._aging.rank(head)
-            while rows and self._aging.rank(rows[0]) <= rank:
-                self._serve(step, rows)
-            if not step.may_admit or step.budget == 0 or not self._admit(step, head, rows):
+            while unserved and self._aging.rank(unserved[0]) <= rank:
+                self._serve(step, unserved)
+            if not step.may_admit or step.budget == 0 or not self._admit(step, head, unserved):
                 break
-        while rows:
-            self._serve(step, rows)
+        while unserved:
+            self._serve(step, unserved)
         if not step.requests:
             return None
         plan = StepPlan(
             generation=self.generation,
             step=self._next_step,
             new_rows=step.new_rows,
-            rows=[r.row for r in step.requests if r.row is not None],
+            rows=step.rows,
             query_lens=step.query_lens,
             samples=step.samples,
             new_blocks=step.new_blocks,
@@ -322,28 +317,28 @@ class Scheduler:
         self.in_flight.append(_InFlight(plan, step.requests))
         return plan
 
-    def _pace(self, rows: Iterable[Request]) -> Pace | None:
-        """What the rows that decode leave to prompts; None: everything."""
+    def _pace(self, unserved: Iterable[Request]) -> Pace | None:
+        """What the requests that decode leave to prompts; None: everything."""
         target_ms = self.config.itl_target_ms
         if target_ms is None:
             return None
-        context_lens = [r.num_scheduled for r in rows if self._num_missing(r) == 1]
+        context_lens = [r.num_scheduled for r in unserved if self._num_missing(r) == 1]
         if not context_lens:
             return None
         return Pace(self._times, target_ms / 1000, context_lens, self.config.block_size)
 
-    def _serve(self, step: _Step, rows: deque[Request]) -> None:
+    def _serve(self, step: _Step, unserved: deque[Request]) -> None:
         """Schedule the first of the running requests that are left."""
-        request = rows.popleft()
+        request = unserved.popleft()
         if step.budget == 0 or request in step.held or request.state is not RequestState.RUNNING:
             return
-        num_tokens = self._num_tokens(step, request, max(1, step.budget - len(rows)))
+        num_tokens = self._num_tokens(step, request, max(1, step.budget - len(unserved)))
         if num_tokens == 0:
             return
         new_blocks = self._grow(step, request, request.num_scheduled + num_tokens)
         if new_blocks is None:
             if request.state is RequestState.RUNNING:
-                rows.clear()  # they must come to rest, so that one of them can be a victim
+                unserved.clear()  # they must come to rest, so that one of them can be a victim
             return
         if len(new_blocks) > 0:
             assert request.row is not None, "a running request has a row"
@@ -372,7 +367,9 @@ class Scheduler:
         samples = request.num_scheduled == len(request.tokens) + request.num_pending
         request.num_pending += samples
         step.budget -= num_tokens
+        assert request.row is not None, "a running request has a row"
         step.requests.append(request)
+        step.rows.append(request.row)
         step.query_lens.append(num_tokens)
         step.samples.append(samples)
 
@@ -429,9 +426,9 @@ class Scheduler:
         head = self._waiting.head()
         return None if head is None or self._is_paused(head) else head
 
-    def _admit(self, step: _Step, head: Request, rows: deque[Request]) -> bool:
+    def _admit(self, step: _Step, head: Request, unserved: deque[Request]) -> bool:
         """Start the first waiting request, or park it; False when it must wait, and so must those
-        behind it. `rows`: the running requests of a worse class."""
+        behind it. `unserved`: the running requests of a worse class."""
         num_tokens = len(head.tokens)
         num_readable = self._num_readable(head)
         num_hit = self.blocks.match(head.id, num_readable)
@@ -443,7 +440,7 @@ class Scheduler:
         num_cached = num_hit * self.config.block_size
         if head in step.held or (step.pace is not None and step.pace.most(num_cached) == 0):
             return False
-        victims = self._make_room(step, head, num_hit, rows)
+        victims = self._make_room(step, head, num_hit, unserved)
         if victims is None:
             return False
         step.held.update(victims)
@@ -455,7 +452,7 @@ class Scheduler:
             self.stats.num_evictions += 1
         admitted = self.blocks.admit(head.id, num_hit, num_tokens)
         assert admitted, "the victims' blocks were not enough"
-        self._start_running(step, head, num_cached, len(rows))
+        self._start_running(step, head, num_cached, len(unserved))
         return True
 
     def _is_slower(self, claimant_id: str, head: Request) -> bool:
@@ -465,7 +462,7 @@ class Scheduler:
         return claimant is not None and self._aging.rank(claimant) > self._aging.rank(head)
 
     def _make_room(
-        self, step: _Step, head: Request, num_hit: int, rows: Iterable[Request]
+        self, step: _Step, head: Request, num_hit: int, unserved: Iterable[Request]
     ) -> list[Request] | None:
         """Whom to evict so that `head` can start: nobody when it can already, None when it could
         not even then. The worst class first, then who is not in flight, then the cheapest."""
@@ -482,7 +479,9 @@ class Scheduler:
         if self._suspects:
             candidates = [r for r in self.running if self._is_paused(r)]
         else:
-            candidates = [r for r in rows if r not in step.held and self._may_evict(head, r)]
+            candidates = [
+                r for r in unserved if r not in step.held and self._may_evict(head, r)
+            ]
         num_needed = num_short([])
         candidates.sort(key=lambda r: (_is_in_flight(r), self._cost(r, num_needed), -r.number))
         candidates.sort(key=self._aging.rank, reverse=True)

@@ -16,9 +16,8 @@ space, `decode` keeps that space, as a completion that follows a prompt needs it
 for bytes by number: the library makes U+FFFD of all in a row that is not UTF-8 throughout, so it
 cannot show a character before the row has ended; here a whole character is one wherever it stands.
 
-Text that arrives bit by bit, and stops: `detokenizer`. Chats: `chat`. Which token ids end a request
-is the engine's business; turning the vocabulary of a GGUF file into a `tokenizer.json` belongs to
-the reading of checkpoints.
+Text that arrives bit by bit, and stops: `detokenizer`. Chats: `chat`. Which token ids end a
+request: `core`. A GGUF file's vocabulary as a `tokenizer.json`: `gguf_vocab`.
 """
 
 from __future__ import annotations

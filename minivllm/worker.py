@@ -145,9 +145,9 @@ def _run_inline(
         known = error if isinstance(error, MinivllmError) else WorkerError(traceback.format_exc())
         loop.call_soon_threadsafe(_set_exception, ready, known)
         return
-    is_ready = runner.ready(generation)
-    is_ready.phase_s["total"] = time.perf_counter() - start_s
-    loop.call_soon_threadsafe(_set_result, ready, is_ready)
+    loaded = runner.ready(generation)
+    loaded.phase_s["total"] = time.perf_counter() - start_s
+    loop.call_soon_threadsafe(_set_result, ready, loaded)
     while not isinstance(message := inbox.get(), Stop):
         try:
             answer = _run(runner, message)

@@ -105,8 +105,11 @@ class Host:
             self.plans.append(plan)
             result = self.model.step(plan)
             self.results.append(msgspec.structs.replace(result, seconds=self.step_s))
-        busy = self.scheduler.num_running + self.scheduler.num_waiting
-        assert self.results or not busy, "unfinished requests, and nothing to do"
+        assert self.results or not self.num_unfinished, "unfinished requests, and nothing to do"
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_running + self.scheduler.num_waiting
 
     def turn(self) -> bool:
         """Plan, apply one result; False when there was nothing to do."""
@@ -137,7 +140,7 @@ class Host:
         blocks = self.scheduler.blocks
         blocks.check_integrity()
         assert blocks.num_free == self.num_blocks - 1
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.num_unfinished == 0
 
 
 def output_of(request: Request) -> list[int]:

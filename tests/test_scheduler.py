@@ -227,7 +227,7 @@ def random_urgency(rng: random.Random) -> dict[str, Any]:
 def storm(host: Host, rng: random.Random, num_requests: int, restarts: float = 0.02) -> None:
     requests: list[Request] = []
     stems = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
-    while len(requests) < num_requests or host.scheduler.unfinished():
+    while len(requests) < num_requests or host.num_unfinished:
         for _ in range(rng.choice([0, 0, 1, 3]) if len(requests) < num_requests else 0):
             length = rng.randrange(1, host.config.max_model_len)
             prompt = (rng.choice(stems) + [rng.randrange(VOCAB) for _ in range(99)])[:length]

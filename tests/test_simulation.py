@@ -1,7 +1,7 @@
 """A day of traffic on fake workers and a clock that only steps move, held to the policy's rules.
 
-`Watched` looks at every plan from outside: who was preempted, who was admitted, who was left to
-wait, and whether that was right.
+`Watched` looks at every plan: who was preempted, who was admitted, who was left to wait, and
+whether that was right. Ranks and hits are the scheduler's own: `test_policy` and `test_blocks`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def play(host: Host, arrivals: list[Arrival]) -> list[Request]:
     """Run the traffic to its end; returns its requests in order."""
     requests: list[Request] = []
     leaving: list[tuple[float, Request]] = []
-    while len(requests) < len(arrivals) or host.scheduler.unfinished():
-        if not host.scheduler.unfinished():
+    while len(requests) < len(arrivals) or host.num_unfinished:
+        if not host.num_unfinished:
             host.now_s = max(host.now_s, arrivals[len(requests)].time_s)
         while len(requests) < len(arrivals) and arrivals[len(requests)].time_s <= host.now_s:
             arrival = arrivals[len(requests)]
