@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import ast
 import pickle
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -273,17 +271,3 @@ def test_messages_are_plain_messagepack(message: Any) -> None:
         else:
             assert value is None or isinstance(value, int | float | str | bytes)
     assert isinstance(plain[0], int), "the tag comes first"
-
-
-def test_no_module_imports_pickle() -> None:
-    """Nothing in the package imports pickle or one of its kin."""
-    refused = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
-    for path in Path(batch.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            roots = {name.split(".")[0] for name in names}
-            assert not roots & refused, f"{path.name}, line {node.lineno}"

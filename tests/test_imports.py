@@ -54,13 +54,6 @@ def test_header(path: Path) -> None:
 
 
 @each_module
-def test_no_global_statements(path: Path) -> None:
-    """No function rebinds a module's names."""
-    found = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Global)]
-    assert not found, f"{path.name}: global at lines {found}"
-
-
-@each_module
 def test_no_pickle(path: Path) -> None:
     """Nothing imports pickle or its kin, not even inside a function."""
     names: set[str] = set()
@@ -69,11 +62,4 @@ def test_no_pickle(path: Path) -> None:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").split(".")[0])
-    assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-
-
-@each_module
-def test_nothing_left_to_do(path: Path) -> None:
-    """No note about unfinished work is left in the code."""
-    text = path.read_text()
-    assert not [mark for mark in ("TODO", "FIXME", "XXX") if mark in text]
+    assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
