@@ -95,6 +95,32 @@ async def test_abort_ends_the_stream(embedded_dir: Path) -> None:
         engine.abort("x")
 
 
+async def test_an_id_may_come_again_once_its_request_has_ended(embedded_dir: Path) -> None:
+    """Even while a plan in flight still names the request that ended, or its stream has not been
+    closed: the new request gets its own blocks and its own end."""
+    prompt = [5] * 40
+    expected = expected_output(prompt, 30, VOCAB)
+    async with fake_engine(embedded_dir) as engine:
+        for _ in range(3):
+            stopped = await last(
+                engine.generate(prompt, greedy(30, stop_token_ids=[expected[3]]), request_id="x")
+            )
+            assert stopped.outputs[0].token_ids == expected[:4]
+        left = engine.generate(prompt, greedy(3), request_id="x")
+        async for output in left:
+            if output.finished:
+                break
+        again = engine.generate(prompt, greedy(30), request_id="x")
+        await anext(again)
+        await left.aclose()
+        answer = (await last(again)).outputs[0]
+        assert (answer.token_ids, answer.finish_reason) == (expected, "length")
+        await last(engine.generate([1], greedy(3)))
+        blocks = engine.core.scheduler.blocks
+        blocks.check_integrity()
+        assert blocks.num_free == blocks.num_blocks - 1
+
+
 async def test_plans_overlap_with_steps(embedded_dir: Path) -> None:
     """With overlap a second plan is queued while the first runs; without, never."""
     for overlap, most in ((True, 2), (False, 1)):
