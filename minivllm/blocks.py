@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 NULL_BLOCK = 0
 
@@ -79,18 +79,20 @@ class _Table:
 class BlockManager:
     """Block tables, reference counts and the prefix cache; see the module header.
 
-    A request's life here: `open`, then `admit`, `grow` and `commit` while it runs, `release` when
-    it is preempted or ends, `close` when it has ended.
+    A request is named by any hashable that is no other's for as long as it holds blocks; an id that
+    a caller gives will not do, for it may come again then. Its life here: `open`, then `admit`,
+    `grow` and `commit` while it runs, `release` when it is preempted or ends, `close` when it has
+    ended.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[Hashable, _Table] = {}
         self._by_serial: dict[int, _Table] = {}
         self._num_opened = 0
         self.weight_epoch = 0
-        self._claims: dict[bytes, str] = {}  # key -> the running request that will compute it
+        self._claims: dict[bytes, Hashable] = {}  # key -> the running request that will compute it
         self.reset_pool(num_blocks)
 
     def reset_pool(self, num_blocks: int) -> None:
@@ -120,9 +122,9 @@ class BlockManager:
         """Share of the pool that requests hold, 0 to 1."""
         return 1 - len(self._free) / max(1, self.num_blocks - 1)
 
-    def block_ids(self, request_id: str) -> list[int]:
+    def block_ids(self, request: Hashable) -> list[int]:
         """A copy of the request's block table."""
-        return list(self._tables[request_id].block_ids)
+        return list(self._tables[request].block_ids)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens.
@@ -132,18 +134,18 @@ class BlockManager:
         """
         return -(-num_tokens // self.block_size)
 
-    def open(self, request_id: str, tokens: array[int], cache_salt: str) -> None:
+    def open(self, request: Hashable, tokens: array[int], cache_salt: str) -> None:
         """Make the request known and hash the full blocks of its tokens."""
         self._num_opened += 1
         table = _Table(self._num_opened, tokens, cache_salt, self.weight_epoch)
-        self._tables[request_id] = self._by_serial[table.serial] = table
+        self._tables[request] = self._by_serial[table.serial] = table
         if self.enable_prefix_caching:
             self._hash_to(table, len(tokens) // self.block_size)
 
-    def close(self, request_id: str) -> None:
+    def close(self, request: Hashable) -> None:
         """Forget a request that holds no block any more."""
-        assert not self._tables[request_id].block_ids, "close() of a request that holds blocks"
-        del self._by_serial[self._tables.pop(request_id).serial]
+        assert not self._tables[request].block_ids, "close() of a request that holds blocks"
+        del self._by_serial[self._tables.pop(request).serial]
 
     def _hash_to(self, table: _Table, num_full: int) -> None:
         size = self.block_size
@@ -161,12 +163,12 @@ class BlockManager:
         self._claims.clear()
         return abandoned
 
-    def match(self, request_id: str, num_tokens: int, *, claimed: bool = False) -> int:
+    def match(self, request: Hashable, num_tokens: int, *, claimed: bool = False) -> int:
         """Leading blocks of the request that are in the cache, or (`claimed`) being computed.
 
         At most (num_tokens - 1) // block_size: one token at least must be computed, for its logits.
         """
-        table = self._tables[request_id]
+        table = self._tables[request]
         if table.epoch != self.weight_epoch and self.enable_prefix_caching:
             table.epoch = self.weight_epoch
             table.keys.clear()
@@ -177,45 +179,45 @@ class BlockManager:
                 return idx
         return len(keys)
 
-    def claimed_key(self, request_id: str, num_hit: int, num_tokens: int) -> bytes | None:
+    def claimed_key(self, request: Hashable, num_hit: int, num_tokens: int) -> bytes | None:
         """The key that the request could hit next, if a running request is computing it now."""
-        keys = self._tables[request_id].keys
+        keys = self._tables[request].keys
         if num_hit >= min(len(keys), (num_tokens - 1) // self.block_size):
             return None
         return keys[num_hit] if keys[num_hit] in self._claims else None
 
-    def claimant(self, key: bytes) -> str:
+    def claimant(self, key: bytes) -> Hashable:
         """Who is computing that key."""
         return self._claims[key]
 
-    def num_held(self, request_id: str) -> int:
+    def num_held(self, request: Hashable) -> int:
         """Blocks in the request's table."""
-        return len(self._tables[request_id].block_ids)
+        return len(self._tables[request].block_ids)
 
-    def num_exclusive(self, request_id: str) -> int:
+    def num_exclusive(self, request: Hashable) -> int:
         """Blocks that nobody else holds, so that `release` frees them."""
-        return self._tables[request_id].num_exclusive
+        return self._tables[request].num_exclusive
 
     def num_short(
-        self, request_id: str, num_hit: int, num_tokens: int, without: Iterable[str] = ()
+        self, request: Hashable, num_hit: int, num_tokens: int, without: Iterable[Hashable] = ()
     ) -> int:
         """Blocks that `admit` lacks, if the requests `without` released theirs first; at most 0
         when it would succeed."""
         released = Counter(_flatten(self._tables[other].block_ids for other in without))
         num_freed = sum(self._ref_counts[block] == count for block, count in released.items())
-        hits = [self._cached[key] for key in self._tables[request_id].keys[:num_hit]]
+        hits = [self._cached[key] for key in self._tables[request].keys[:num_hit]]
         num_revived = sum(self._ref_counts[block] == released[block] for block in hits)
         num_new = self.num_blocks_for(num_tokens) - num_hit
         return num_new + num_revived - len(self._free) - num_freed
 
-    def admit(self, request_id: str, num_hit: int, num_tokens: int) -> bool:
+    def admit(self, request: Hashable, num_hit: int, num_tokens: int) -> bool:
         """Give the request its `num_hit` cached blocks and own ones for the rest of its tokens.
 
         All or nothing: False, and nothing changed, when too few blocks are free.
         """
-        table = self._tables[request_id]
+        table = self._tables[request]
         assert not table.block_ids, "admit() of a request that holds blocks"
-        if self.num_short(request_id, num_hit, num_tokens) > 0:
+        if self.num_short(request, num_hit, num_tokens) > 0:
             return False
         hits = [self._cached[key] for key in table.keys[:num_hit]]
         for block in hits:
@@ -227,12 +229,12 @@ class BlockManager:
         table.num_registered = num_hit
         for key in table.keys[num_hit:]:
             if key not in self._cached:
-                self._claims.setdefault(key, request_id)
+                self._claims.setdefault(key, request)
         return True
 
-    def grow(self, request_id: str, num_tokens: int) -> list[int] | None:
+    def grow(self, request: Hashable, num_tokens: int) -> list[int] | None:
         """Blocks added so that the request's table holds `num_tokens`; None if too few are free."""
-        table = self._tables[request_id]
+        table = self._tables[request]
         num_new = self.num_blocks_for(num_tokens) - len(table.block_ids)
         if num_new <= 0:
             return []
@@ -261,14 +263,14 @@ class BlockManager:
         self._count(block, table, 1)
         return block
 
-    def commit(self, request_id: str, num_computed: int) -> list[bytes]:
+    def commit(self, request: Hashable, num_computed: int) -> list[bytes]:
         """Register the request's blocks that are full of computed KV; returns their keys.
 
         Where a key exists already, the first block keeps it: this request's own copy stays private.
         """
         if not self.enable_prefix_caching:
             return []
-        table = self._tables[request_id]
+        table = self._tables[request]
         num_full = num_computed // self.block_size
         if num_full <= table.num_registered or table.epoch != self.weight_epoch:
             return []
@@ -279,20 +281,20 @@ class BlockManager:
                 block = table.block_ids[idx]
                 self._cached[key] = block
                 self._keys[block] = key
-            if self._claims.get(key) == request_id:
+            if self._claims.get(key) == request:
                 del self._claims[key]
         table.num_registered = num_full
         return settled
 
-    def release(self, request_id: str) -> list[bytes]:
+    def release(self, request: Hashable) -> list[bytes]:
         """Take all blocks from the request; returns the keys it will not compute after all."""
-        table = self._tables[request_id]
+        table = self._tables[request]
         for block in reversed(table.block_ids):
             self._count(block, table, -1)
             if self._ref_counts[block] == 0:
                 self._free[block] = None
         abandoned = [
-            key for key in table.keys[table.num_registered :] if self._claims.get(key) == request_id
+            key for key in table.keys[table.num_registered :] if self._claims.get(key) == request
         ]
         for key in abandoned:
             del self._claims[key]

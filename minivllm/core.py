@@ -186,23 +186,24 @@ class EngineCore:
     def _sample_inputs(
         self, params: SamplingParams, prompt_len: int, stop_ids: frozenset[int], seed: int
     ) -> SampleInputs:
-        """The worker's part of the parameters, words and defaults made into numbers."""
+        """The worker's part of the parameters, words and defaults made into numbers: plain ones of
+        bounded size, as a message cannot carry numpy's, nor integers of more than 64 bits."""
         listed = list(params.logprob_token_ids or ())
         num_logprobs = len(listed) if listed else params.logprobs
         return SampleInputs(
             seed=seed,
             prompt_len=prompt_len,
-            temperature=max(params.temperature, _MIN_TEMPERATURE) if params.temperature else 0.0,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=list((params.logit_bias or {}).items()),
+            temperature=_temperature(params.temperature),
+            top_k=min(max(0, params.top_k), self._vocab_size),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            logit_bias=[(id, float(bias)) for id, bias in (params.logit_bias or {}).items()],
             allowed_token_ids=sorted(set(params.allowed_token_ids or ())),
             bad_words=self._spell_bad_words(params.bad_words or ()),
-            min_len=prompt_len + params.min_tokens if params.min_tokens else 0,
+            min_len=prompt_len + self._bounded(params.min_tokens) if params.min_tokens else 0,
             end_ids=sorted(stop_ids) if params.min_tokens else [],
             forced_ids=list(params.trace_decode_token_ids or ()),
             thinking=self._thinking(params.thinking_token_budget),
@@ -216,7 +217,7 @@ class EngineCore:
         """-1 for none, as the worker has it, from -1 for all, as users have it."""
         if num_logprobs is None:
             return -1
-        return self._vocab_size if num_logprobs == -1 else num_logprobs
+        return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
 
     def _spell_bad_words(self, words: Sequence[str]) -> list[list[tuple[int, int, int]]]:
         graphs = []
@@ -235,7 +236,11 @@ class EngineCore:
         assert budget is not None, "None was handled"
         marks = (self._config.reasoning_start_str, self._config.reasoning_end_str)
         ids = [self._tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
-        return Thinking(budget, *ids)
+        return Thinking(self._bounded(budget), *ids)
+
+    def _bounded(self, num_tokens: int) -> int:
+        """No output is longer than the context."""
+        return min(num_tokens, self.max_model_len)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -398,6 +403,10 @@ class EngineCore:
     def restart(self, ready: Ready) -> None:
         """Go on with new workers: every unfinished request is computed again from its tokens."""
         self.scheduler.restart(ready.num_blocks)
+
+
+def _temperature(value: float) -> float:
+    return max(float(value), _MIN_TEMPERATURE) if value else 0.0
 
 
 def _check_seconds(name: str, value: Any) -> None:

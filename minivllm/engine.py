@@ -219,8 +219,9 @@ class AsyncEngine:
                     output = look
                     yield look
         finally:
-            del self._streams[request_id]
-            core.abort(request_id)
+            if self._streams.get(request_id) is changed:  # else the id has ended, and come again
+                del self._streams[request_id]
+                core.abort(request_id)
             self._turn.set()
 
     def _set_alarm(self, core: EngineCore) -> None:

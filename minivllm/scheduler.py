@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -191,7 +191,7 @@ class Scheduler:
         self._requests[request.id] = request
         self._unanswered.add(request)
         self._num_unanswered_tokens += request.prompt_len
-        self.blocks.open(request.id, request.tokens, request.cache_salt)
+        self.blocks.open(request, request.tokens, request.cache_salt)
         self._aging.arrive(request)
         self._enqueue(request)
         self._deadlines.add(request)
@@ -220,8 +220,8 @@ class Scheduler:
             self._num_unanswered_tokens -= request.prompt_len
 
     def _forget(self, request: Request) -> None:
-        self._unpark(self.blocks.release(request.id))
-        self.blocks.close(request.id)
+        self._unpark(self.blocks.release(request))
+        self.blocks.close(request)
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
@@ -271,7 +271,7 @@ class Scheduler:
         of its own."""
         if self._times.max_tokens == 0:
             return 0.0
-        num_hit = self.blocks.match(request.id, self._num_readable(request), claimed=True)
+        num_hit = self.blocks.match(request, self._num_readable(request), claimed=True)
         num_cached = num_hit * self.config.block_size
         num_tokens, budget = request.prompt_len - num_cached, self.config.max_num_batched_tokens
         return self._times.shortest(num_tokens, num_cached, budget)
@@ -376,7 +376,7 @@ class Scheduler:
     def _grow(self, step: _Step, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for a running request, preempting others for them; None when there are none: the
         request itself was preempted, or nobody can be, now."""
-        while (new_blocks := self.blocks.grow(request.id, num_tokens)) is None:
+        while (new_blocks := self.blocks.grow(request, num_tokens)) is None:
             step.may_admit = False
             victim = None if step.new_rows else self._victim()
             if victim is None:
@@ -407,15 +407,15 @@ class Scheduler:
 
     def _cost(self, request: Request, num_needed: int) -> float:
         """What it costs to preempt the request (`policy.recompute_cost`)."""
-        num_freed = self.blocks.num_exclusive(request.id)
-        num_shared = self.blocks.num_held(request.id) - num_freed
+        num_freed = self.blocks.num_exclusive(request)
+        num_shared = self.blocks.num_held(request) - num_freed
         num_lost = request.num_computed - num_shared * self.config.block_size
         return recompute_cost(num_lost, num_freed, num_needed, request.stats.num_preemptions)
 
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
         self._aging.wait(request)
-        self._unpark(self.blocks.release(request.id))
+        self._unpark(self.blocks.release(request))
         request.num_computed = request.num_scheduled = 0
         request.stats.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -431,8 +431,8 @@ class Scheduler:
         behind it. `unserved`: the running requests of a worse class."""
         num_tokens = len(head.tokens)
         num_readable = self._num_readable(head)
-        num_hit = self.blocks.match(head.id, num_readable)
-        key = self.blocks.claimed_key(head.id, num_hit, num_readable)
+        num_hit = self.blocks.match(head, num_readable)
+        key = self.blocks.claimed_key(head, num_hit, num_readable)
         if key is not None and not self._is_slower(self.blocks.claimant(key), head):
             self._waiting.pop()
             self._parked.setdefault(key, []).append(head)
@@ -450,16 +450,16 @@ class Scheduler:
         for victim in victims:
             self._preempt(victim)
             self.stats.num_evictions += 1
-        admitted = self.blocks.admit(head.id, num_hit, num_tokens)
+        admitted = self.blocks.admit(head, num_hit, num_tokens)
         assert admitted, "the victims' blocks were not enough"
         self._start_running(step, head, num_cached, len(unserved))
         return True
 
-    def _is_slower(self, claimant_id: str, head: Request) -> bool:
+    def _is_slower(self, claimant: Hashable, head: Request) -> bool:
         """Whether a request that computes what `head` could hit is of a worse class: then `head`
         does not wait for it."""
-        claimant = self.get(claimant_id)
-        return claimant is not None and self._aging.rank(claimant) > self._aging.rank(head)
+        assert isinstance(claimant, Request), "the block manager knows requests as such"
+        return not claimant.finished and self._aging.rank(claimant) > self._aging.rank(head)
 
     def _make_room(
         self, step: _Step, head: Request, num_hit: int, unserved: Iterable[Request]
@@ -468,8 +468,7 @@ class Scheduler:
         not even then. The worst class first, then who is not in flight, then the cheapest."""
 
         def num_short(victims: Sequence[Request]) -> int:
-            ids = [victim.id for victim in victims]
-            return self.blocks.num_short(head.id, num_hit, len(head.tokens), ids)
+            return self.blocks.num_short(head, num_hit, len(head.tokens), victims)
 
         def fits(victims: Sequence[Request]) -> bool:
             return self._has_seat(len(victims)) and num_short(victims) <= 0
@@ -532,7 +531,7 @@ class Scheduler:
                 inputs=request.inputs,
             )
         )
-        step.new_blocks.append((request.row, self.blocks.block_ids(request.id)))
+        step.new_blocks.append((request.row, self.blocks.block_ids(request)))
         budget = max(1, step.budget - num_behind)
         self._schedule(step, request, self._num_tokens(step, request, budget))
 
@@ -562,7 +561,7 @@ class Scheduler:
                 updates.append(Update(request, [], None, [], result.failed[idx]))
             else:
                 request.tokens.extend(tokens)
-                self._unpark(self.blocks.commit(request.id, request.num_computed))
+                self._unpark(self.blocks.commit(request, request.num_computed))
                 scored = prompt_logprobs.get(idx, [])
                 if samples:
                     self._clear(request)

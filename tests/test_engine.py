@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import FakeExecutor, expected_output
 
@@ -93,6 +94,32 @@ async def test_abort_ends_the_stream(embedded_dir: Path) -> None:
         engine.abort("x")
         assert (await last(stream)).outputs[0].finish_reason == "abort"
         engine.abort("x")
+
+
+async def test_an_id_may_come_again_once_its_request_has_ended(embedded_dir: Path) -> None:
+    """Even while a plan in flight still names the request that ended, or its stream has not been
+    closed: the new request gets its own blocks and its own end."""
+    prompt = [5] * 40
+    expected = expected_output(prompt, 30, VOCAB)
+    async with fake_engine(embedded_dir) as engine:
+        for _ in range(3):
+            stopped = await last(
+                engine.generate(prompt, greedy(30, stop_token_ids=[expected[3]]), request_id="x")
+            )
+            assert stopped.outputs[0].token_ids == expected[:4]
+        left = engine.generate(prompt, greedy(3), request_id="x")
+        async for output in left:
+            if output.finished:
+                break
+        again = engine.generate(prompt, greedy(30), request_id="x")
+        await anext(again)
+        await left.aclose()
+        answer = (await last(again)).outputs[0]
+        assert (answer.token_ids, answer.finish_reason) == (expected, "length")
+        await last(engine.generate([1], greedy(3)))
+        blocks = engine.core.scheduler.blocks
+        blocks.check_integrity()
+        assert blocks.num_free == blocks.num_blocks - 1
 
 
 async def test_plans_overlap_with_steps(embedded_dir: Path) -> None:
@@ -259,6 +286,25 @@ async def test_random_callers_leave_nothing_behind(embedded_dir: Path) -> None:
         assert scheduler.blocks.num_free == 19
         assert scheduler.stats.num_preemptions > 0
     assert {"left", "length", "abort"} <= set(ends)
+
+
+async def test_numbers_of_any_type_and_size_reach_the_workers(embedded_dir: Path) -> None:
+    """What `SamplingParams` accepts can be sent: numpy's floats, integers beyond 64 bits."""
+    cases: list[dict[str, Any]] = [
+        {name: np.float64(0.5)}
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    ]
+    cases += [{"repetition_penalty": 10**30}, {"repetition_penalty": np.float64(1.5)}]
+    cases += [{"logit_bias": {1: 10**30}}, {"logit_bias": {1: np.float64(0.5)}}]
+    cases += [{"top_k": 2**63}, {"top_k": 2**70}, {"thinking_token_budget": 2**70}]
+    cases += [{"min_tokens": 2**70, "max_tokens": None}, {"logprobs": 2**70}]
+    executor = FakeExecutor()
+    async with fake_engine(embedded_dir, executor, max_model_len=64, max_logprobs=-1) as engine:
+        for changes in cases:
+            assert (await last(engine.generate([1], greedy(**changes)))).finished
+    for new in (new for plan in executor.plans for new in plan.new_rows):
+        assert new.inputs.top_k < 2**63
+        assert new.inputs.num_logprobs < 2**63
 
 
 async def test_priority_is_refused_where_it_would_do_nothing(embedded_dir: Path) -> None:

@@ -78,10 +78,9 @@ class Watched(Host):
         worse = [
             r for r in scheduler.running if rank(r) > rank(head) and scheduler._may_evict(head, r)
         ]
-        num_hit = scheduler.blocks.match(head.id, len(head.tokens))
-        ids = [r.id for r in worse]
+        num_hit = scheduler.blocks.match(head, len(head.tokens))
         has_seat = len(scheduler.running) - len(worse) < self.config.max_num_active_seqs
-        num_short = scheduler.blocks.num_short(head.id, num_hit, len(head.tokens), ids)
+        num_short = scheduler.blocks.num_short(head, num_hit, len(head.tokens), worse)
         assert num_short > 0 or not has_seat, f"{head.id} waits for worse ones"
         self.num_eligible += 1
 
