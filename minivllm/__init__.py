@@ -8,13 +8,22 @@ from __future__ import annotations
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine
 from minivllm.llm import LLM
-from minivllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from minivllm.request import (
+    CompletionOutput,
+    Logprob,
+    RepetitionDetection,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "EngineConfig",
     "SamplingParams",
+    "RepetitionDetection",
+    "RequestOutputKind",
     "RequestOutput",
     "CompletionOutput",
     "Logprob",

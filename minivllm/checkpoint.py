@@ -141,8 +141,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
         )
     except Exception as error:  # an id that cannot be, no such repository, no access, no network
         wanted = repo_id if revision is None else f"{repo_id} at revision {revision}"
+        why = " ".join(str(error).split())  # in one line
         raise ModelNotFoundError(
-            f"{wanted} is no file, no directory, and cannot be had from the hub: {error}"
+            f"{wanted} is no file, no directory, and cannot be had from the hub: {why}"
         ) from error
 
 

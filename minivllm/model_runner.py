@@ -216,7 +216,10 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Run two short steps on the null block, so that no request pays for the kernels that every
         step needs. They are too short for the parallel forms of these."""
-        longest = min(64, self._config.max_num_batched_tokens, self._config.block_size)
+        config = self._config
+        longest = min(
+            64, config.max_num_batched_tokens, config.block_size, config.max_model_len
+        )
         for num_tokens in (1, longest):
             inputs = SampleInputs(seed=0, num_logprobs=0)
             new = NewRow(0, bytes(4 * num_tokens), 0, num_tokens, inputs)

@@ -219,9 +219,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_flag_reaches_its_setting() -> None:
     """A value given as a flag arrives in the dataclass as the type of its field."""
     line = (
-        "generate --temperature 0.5 --top-k 7 --stop a b --stop-token-ids 3 4 --no-ignore-eos"
-        " --logprobs 2 --seed 9 --model m --max-model-len 2k --no-async-scheduling"
-        " --kv-cache-memory-bytes 1000 --worker-lease-s 2 -- p q"
+        "generate --temperature 0.5 --top-k 7 --stop a --stop b --stop-token-ids 3"
+        " --stop-token-ids 4 --no-ignore-eos --logprobs 2 --seed 9 --model m --max-model-len 2k"
+        " --no-async-scheduling --kv-cache-memory-bytes 1000 --worker-lease-s 2 p q"
     )
     args = cli._parser().parse_args(line.split())
     assert args.prompts == ["p", "q"]
