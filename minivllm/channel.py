@@ -33,7 +33,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 import msgspec
 
@@ -272,8 +272,8 @@ class _Worker(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a stream socket has a stream transport"
-        self._transport = transport
+        # A cast, because another loop's transport (uvloop's) need not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._missed = 0

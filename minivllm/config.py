@@ -30,6 +30,15 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 GENERATION_CONFIGS = ("auto", "vllm")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 TTFT_POLICIES = ("drop", "demote")
+# What is taken from a model's generation_config.json.
+GENERATION_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +176,14 @@ class EngineConfig:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        self._check_types()
         override = self.override_generation_config
         if override is not None and not isinstance(override, Mapping):
             raise ConfigError("override_generation_config", override, "must map names to values")
+        for name in override or ():
+            if name not in GENERATION_FIELDS:
+                rule = f"may only have {', '.join(GENERATION_FIELDS)}"
+                raise ConfigError("override_generation_config", name, rule)
         for name in ("reasoning_start_str", "reasoning_end_str"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -197,6 +211,18 @@ class EngineConfig:
             )
         _check_positive("worker_lease_s", self.worker_lease_s)
         self._explicit_max_model_len()
+
+    def _check_types(self) -> None:
+        for name in ("model", "revision", "record"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(name, getattr(self, name), "must be a string")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                "enable_prefix_caching", self.enable_prefix_caching, "must be true or false"
+            )
+        if not isinstance(self.async_scheduling, bool | None):
+            rule = "must be true, false or None"
+            raise ConfigError("async_scheduling", self.async_scheduling, rule)
 
     def _explicit_max_model_len(self) -> int | None:
         """`max_model_len` as a number of tokens; None stands for auto.

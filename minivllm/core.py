@@ -27,7 +27,7 @@ import msgspec
 
 from minivllm.batch import Ready, RowLogprobs, SampleInputs, StepPlan, StepResult, Thinking
 from minivllm.checkpoint import Checkpoint
-from minivllm.config import EngineConfig
+from minivllm.config import GENERATION_FIELDS, EngineConfig
 from minivllm.detokenizer import Detokenizer
 from minivllm.errors import (
     ConfigError,
@@ -106,7 +106,12 @@ class EngineCore:
         Raises: a `RequestError` naming the field and the value, or `EngineBusyError`; then nothing
                 has changed
         """
-        params = params or self.default_params
+        if params is None:
+            params = self.default_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", params, "must be SamplingParams")
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError("request_id", request_id, "must be a string that is not empty")
         ids = [request_id]
         if params.n > 1:
             ids = [f"{request_id}[{child}]" for child in range(params.n)]
@@ -424,25 +429,13 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingPar
     """
     values = {} if config.generation_config == "vllm" else dict(checkpoint.generation_config)
     values |= config.override_generation_config or {}
-    chosen = {
-        ours: values[theirs]
-        for theirs, ours in _GENERATION_FIELDS.items()
-        if values.get(theirs) is not None
-    }
+    chosen = {name: values[name] for name in GENERATION_FIELDS if values.get(name) is not None}
+    if "max_new_tokens" in chosen:
+        chosen["max_tokens"] = chosen.pop("max_new_tokens")
     try:
         return SamplingParams(**chosen)
     except RequestError as error:
         raise ConfigError("generation_config", error.value, f"has a bad {error.field}") from error
-
-
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 def _is_repetitive(request: Request) -> bool:

@@ -24,13 +24,23 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
-from minivllm.batch import LoadWeights, Profile, Ready, Sleep, Start, StepPlan, StepResult, WakeUp
+from minivllm.batch import (
+    LoadWeights,
+    Order,
+    Profile,
+    Ready,
+    Sleep,
+    Start,
+    StepPlan,
+    StepResult,
+    WakeUp,
+)
 from minivllm.channel import Executor, ProcessExecutor, frame
 from minivllm.checkpoint import find_checkpoint
 from minivllm.config import EngineConfig, WorkerConfig
@@ -50,6 +60,7 @@ logger = logging.getLogger("minivllm")
 
 PAUSE_MODES = ("abort", "wait", "keep")
 Prompt = str | Sequence[int] | Mapping[str, Any]
+_T = TypeVar("_T")
 
 _MAX_FAILED_STARTS = 3
 _NUM_DUMPED_PLANS = 16
@@ -65,7 +76,9 @@ class AsyncEngine:
     def __init__(
         self, config: EngineConfig | None = None, *, executor: Executor | None = None
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config = EngineConfig() if config is None else config
+        if not isinstance(self.config, EngineConfig):
+            raise ConfigError("config", config, "must be an EngineConfig")
         self._executor = executor or _make_executor(self.config)
         overlap = self.config.async_scheduling
         if overlap is None:
@@ -79,13 +92,15 @@ class AsyncEngine:
         self._supervisor: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()  # something ended or came to rest; see `_until`
         self._dead: BaseException | None = None
+        self._started = False
         self._closing = False
         self._resumed = asyncio.Event()  # new requests wait for it
         self._resumed.set()
         self._frozen = False  # no more plans
         self._sleep_level = 0
         self._weights: LoadWeights | None = None  # the last update, for workers that start later
-        self._order_lock = asyncio.Lock()
+        self._order_lock = asyncio.Lock()  # held while the engine comes to rest, or changes
+        self._restarting = False
         self._record: IO[bytes] | None = None
         self._last_plans: deque[StepPlan] = deque(maxlen=_NUM_DUMPED_PLANS)
         self._alarm: asyncio.TimerHandle | None = None
@@ -103,8 +118,11 @@ class AsyncEngine:
     async def start(self) -> None:
         """Find and load the model; returns when the engine is ready.
 
-        Raises: `ConfigError`, `ModelError`
+        Raises: `ConfigError`; `ModelError`; `EngineClosedError` when it was started before
         """
+        if self._started:
+            raise EngineClosedError("an engine starts once: make another one")
+        self._started = True
         config = self.config
         checkpoint = await asyncio.to_thread(
             find_checkpoint, config.model, revision=config.revision
@@ -130,7 +148,8 @@ class AsyncEngine:
         )
         self._write_record(Start(generation, self._worker_config, 0.0))
         if self._weights is not None:
-            await self._load_weights(self._weights)
+            await self._executor.call(self._weights)
+            self._write_weights(self._weights)
         if self._sleep_level:
             await self._executor.call(Sleep(self._sleep_level))
         logger.info("%s", start_line(ready, self.config.block_size))
@@ -141,9 +160,10 @@ class AsyncEngine:
         and end the workers. Safe to call twice."""
         self._closing = True
         self._resumed.set()  # who waits to be accepted is told now
+        self._turn.set()  # and who waits for rest
         if drain_s > 0:
-            with contextlib.suppress(TimeoutError, EngineDead):
-                await asyncio.wait_for(self._until(lambda: not self._streams), drain_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drain(), drain_s)
         for request_id in list(self._streams):
             self.abort(request_id)
         if self._supervisor is not None:
@@ -156,6 +176,11 @@ class AsyncEngine:
         if self._record is not None:
             self._record.close()
             self._record = None
+
+    async def _drain(self) -> None:
+        while self._streams and self._dead is None:
+            self._turn.clear()
+            await self._turn.wait()
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -258,15 +283,18 @@ class AsyncEngine:
             cache_salt = prompt.get("cache_salt") or ""
             if not isinstance(cache_salt, str):
                 raise RequestError("cache_salt", cache_salt, "must be a string")
-            content: Any = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
-            content = prompt
-        if isinstance(content, str):
-            return content, await asyncio.to_thread(self._tokenizer.encode, content), cache_salt
-        if not isinstance(content, Sequence):
-            raise RequestError("prompt", content, "must be text, token ids or a dict of them")
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
-        return text, content, cache_salt
+            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if not isinstance(text, str | None):
+            raise RequestError("prompt", text, "must be text")
+        if token_ids is None:
+            text = text or ""
+            return text, await asyncio.to_thread(self._tokenizer.encode, text), cache_salt
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            rule = "must be text, a list of token ids, or a dict with one of them"
+            raise RequestError("prompt", token_ids, rule)
+        return text, token_ids, cache_salt
 
     def _live_core(self) -> EngineCore:
         if self._dead is not None:
@@ -312,31 +340,61 @@ class AsyncEngine:
 
         `mode`: what becomes of the requests that are there: "abort" ends them, "wait" lets them
         end, "keep" holds them where they are, to go on after `resume`. `clear_cache`: forget the
-        cached prefixes.
+        cached prefixes. Cancelled, it leaves the engine as it was.
 
-        Raises: `ConfigError` for another mode; `EngineDead`
+        Raises: `ConfigError` for another mode; `EngineDead`; `EngineClosedError`, also for "wait"
+                while the workers sleep
         """
+        self._check_mode(mode)
+        if mode == "abort":
+            self._abort_all()  # at once, for a pause that waits for these may hold the lock
+        async with self._order_lock:
+            await self._pause(mode)
+            if clear_cache:
+                self._live_core().scheduler.blocks.reset_prefix_cache()
+
+    def _check_mode(self, mode: str) -> None:
+        self._live_core()
         if mode not in PAUSE_MODES:
             raise ConfigError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
-        core = self._live_core()
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self.abort(request_id)
+
+    async def _pause(self, mode: str) -> None:
+        scheduler = self._live_core().scheduler
+        was_paused, was_frozen = self.is_paused, self._frozen
         self._resumed.clear()
-        if mode == "abort":
-            for request_id in list(self._streams):
-                self.abort(request_id)
-        elif mode == "wait":
-            await self._until(lambda: core.scheduler.num_running + core.scheduler.num_waiting == 0)
-        await self._freeze()
-        if clear_cache:
-            core.scheduler.blocks.reset_prefix_cache()
+        try:
+            if mode == "abort":
+                self._abort_all()
+            elif mode == "wait":
+                if self.is_sleeping:
+                    raise EngineClosedError("the engine sleeps: nothing will end before it wakes")
+                self._frozen = False  # what an earlier pause has kept may end as well
+                self._inbox.put_nowait(None)
+                await self._until(lambda: scheduler.num_running + scheduler.num_waiting == 0)
+            await self._freeze()
+        except BaseException:
+            self._frozen = was_frozen
+            if not was_paused:
+                self._resumed.set()
+            self._inbox.put_nowait(None)
+            raise
 
     async def resume(self) -> None:
-        """Go on after `pause`.
+        """Go on after `pause`, which has its end first.
 
         Raises: `EngineClosedError` while the workers sleep
         """
-        self._live_core()
-        if self.is_sleeping:
-            raise EngineClosedError("the engine sleeps: wake it up to resume")
+        async with self._order_lock:
+            self._live_core()
+            if self.is_sleeping:
+                raise EngineClosedError("the engine sleeps: wake it up to resume")
+            self._resume()
+
+    def _resume(self) -> None:
         self._frozen = False
         self._resumed.set()
         self._inbox.put_nowait(None)
@@ -346,28 +404,38 @@ class AsyncEngine:
         host's memory; 2, the weights too. `mode`: as for `pause`; requests that are kept are
         computed again from their tokens after `wake_up`.
 
-        Raises: `ConfigError`; `EngineDead`
+        Raises: `ConfigError`; `EngineDead`; `EngineClosedError`; `WorkerError` if the workers died
+                of it, and then they are awake again, and paused
         """
         if level not in (1, 2):
             raise ConfigError("level", level, "must be 1 or 2")
+        self._check_mode(mode)
+        if mode == "abort":
+            self._abort_all()
         async with self._order_lock:
-            await self.pause(mode)
-            core = self._live_core()
-            core.scheduler.preempt_all()
-            core.scheduler.blocks.reset_prefix_cache()
-            await self._executor.call(Sleep(level))
-            self._sleep_level = level
+            await self._pause(mode)
+            await _to_the_end(self._fall_asleep(level))
+
+    async def _fall_asleep(self, level: int) -> None:
+        scheduler = self._live_core().scheduler
+        scheduler.preempt_all()
+        scheduler.blocks.reset_prefix_cache()
+        await self._call(Sleep(level))
+        self._sleep_level = max(self._sleep_level, level)
 
     async def wake_up(self) -> None:
         """Take the memory again, with the weights of the last update, and resume."""
         async with self._order_lock:
             self._live_core()
             if self.is_sleeping:
-                await self._executor.call(WakeUp())
-                if self._weights is not None and self._sleep_level == 2:
-                    await self._executor.call(self._weights)
-                self._sleep_level = 0
-            await self.resume()
+                await _to_the_end(self._awake())
+            self._resume()
+
+    async def _awake(self) -> None:
+        await self._call(WakeUp())
+        if self._weights is not None and self._sleep_level == 2:
+            await self._call(self._weights)
+        self._sleep_level = 0
 
     async def update_weights(
         self, path: str | None = None, *, tensors: Mapping[str, Any] | None = None
@@ -379,9 +447,10 @@ class AsyncEngine:
         with older weights is found in the prefix cache any more.
 
         Raises: `ConfigError`; `ModelError` for weights that do not fit, and the old ones stay;
-                `WorkerError` if the worker died meanwhile, likewise
+                `WorkerError` if the worker died meanwhile, likewise. Once the workers load, a
+                cancellation is held back until they have: nobody would know which weights they have
         """
-        core = self._live_core()
+        self._live_core()
         if (path is None) == (tensors is None):
             raise ConfigError("path", path, "or tensors must be given, and not both")
         if tensors is not None and self.config.distributed_executor_backend != "inline":
@@ -389,48 +458,58 @@ class AsyncEngine:
             raise ConfigError("tensors", list(tensors), rule)
         if tensors is not None and self._record is not None:
             raise ConfigError("tensors", list(tensors), "cannot be written to a recording")
-        order = LoadWeights(None if path is None else _absolute(path), tensors)
+        order = LoadWeights(None if path is None else _absolute("path", path), tensors)
         async with self._order_lock:
             was_frozen = self._frozen
             try:
                 await self._freeze()
-                await self._load_weights(order)
-                self._weights = order
-                core.scheduler.raise_epoch()
+                return await _to_the_end(self._change_weights(order))
             finally:
                 self._frozen = was_frozen
                 self._inbox.put_nowait(None)
-            return core.scheduler.blocks.weight_epoch
 
-    async def _load_weights(self, order: LoadWeights) -> None:
-        await self._executor.call(order)
+    async def _change_weights(self, order: LoadWeights) -> int:
+        scheduler = self._live_core().scheduler
+        await self._call(order)
+        self._write_weights(order)
+        self._weights = order
+        scheduler.raise_epoch()
+        return scheduler.blocks.weight_epoch
+
+    def _write_weights(self, order: LoadWeights) -> None:
         if order.path is not None:
             self._write_record(order)
+
+    async def _call(self, order: Order) -> None:
+        if self._restarting:  # new workers are told by `_start_workers`, and by nobody before it
+            raise WorkerError("the workers are being restarted")
+        await self._executor.call(order)
 
     async def start_profile(self, directory: str) -> None:
         """Trace the workers' steps from here on."""
         self._live_core()
-        await asyncio.to_thread(os.makedirs, directory, exist_ok=True)
-        await self._executor.call(Profile(_absolute(directory)))
+        path = _absolute("directory", directory)
+        await asyncio.to_thread(os.makedirs, path, exist_ok=True)
+        await self._call(Profile(path))
 
     async def stop_profile(self) -> None:
         """End the trace, and write it as a Chrome trace into the directory."""
         self._live_core()
-        await self._executor.call(Profile(None))
+        await self._call(Profile(None))
 
     async def _freeze(self) -> None:
         """No more plans; returns when none is in flight."""
+        scheduler = self._live_core().scheduler
         self._frozen = True
-        await self._until(lambda: not self._live_core().scheduler.in_flight)
+        await self._until(lambda: not scheduler.in_flight)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that comes true by a result, an end, or a restart.
 
-        Raises: `EngineDead`
+        Raises: `EngineDead`; `EngineClosedError`
         """
         while not condition():
-            if self._dead is not None:
-                raise EngineDead(f"the engine is dead: {self._dead}") from self._dead
+            self._live_core()
             self._turn.clear()
             await self._turn.wait()
 
@@ -491,6 +570,7 @@ class AsyncEngine:
         """New workers for dead ones; every stream goes on."""
         logger.error("%s; the last plans are in %s; restarting", death, await self._dump_plans())
         self._notify(core.fail_suspects())
+        self._restarting = True
         for attempt in range(1, _MAX_FAILED_STARTS + 1):
             try:
                 ready = await self._start_workers(core.scheduler.generation + 1)
@@ -503,6 +583,7 @@ class AsyncEngine:
         while not self._inbox.empty():  # results of the dead generation
             self._inbox.get_nowait()
         core.restart(ready)
+        self._restarting = False
         self._turn.set()
 
     async def _dump_plans(self) -> str:
@@ -517,7 +598,26 @@ class AsyncEngine:
             self._record.write(frame(message))
 
 
-def _absolute(path: str) -> str:
+async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which a cancellation of the caller does not cut off: an order that is
+    half carried out would leave host and workers of two minds. It is raised when the work is done.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # seen, and of less interest than the cancellation
+        raise cancelled
+    return task.result()
+
+
+def _absolute(field: str, path: str) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(field, path, "must be a path")
     return str(Path(path).absolute())
 
 

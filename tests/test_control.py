@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,101 @@ async def test_a_profile_is_written(embedded_dir: Path, tmp_path: Path) -> None:
     (trace,) = (tmp_path / "traces").iterdir()
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("linear" in event.get("name", "") for event in events)
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_orders_in_any_order_leave_a_whole_engine(embedded_dir: Path, seed: int) -> None:
+    """Pauses, sleeps, updates and deaths, cancelled at random: every stream has one end, and the
+    engine serves on."""
+    rng = random.Random(seed)
+    executor = FakeExecutor(num_blocks=60)
+    executor.kills = lambda plan, model: rng.random() < 0.01
+
+    async def client(engine: AsyncEngine, idx: int) -> None:
+        await asyncio.sleep(rng.random() * 0.05)
+        prompt = [idx + 1] * rng.randint(1, 40)
+        num_tokens = rng.randint(1, 40)
+        end = await answer(engine.generate(prompt, greedy(num_tokens)))
+        assert end.finish_reason in ("length", "abort")
+        whole = expected_output(prompt, num_tokens, VOCAB)
+        assert end.token_ids == whole[: len(end.token_ids)]
+        assert end.finish_reason == "abort" or len(end.token_ids) == num_tokens
+
+    async def control(engine: AsyncEngine) -> None:
+        await asyncio.sleep(rng.random() * 0.05)
+        order = rng.choice(
+            [
+                lambda: engine.pause(rng.choice(("abort", "wait", "keep"))),
+                engine.resume,
+                lambda: engine.sleep(rng.choice((1, 2)), rng.choice(("abort", "wait", "keep"))),
+                engine.wake_up,
+                lambda: engine.update_weights("/any"),
+                lambda: engine.start_profile("/tmp"),
+            ]
+        )
+        allowed = (TimeoutError, errors.EngineClosedError, errors.WorkerError)
+        with contextlib.suppress(*allowed):
+            await asyncio.wait_for(order(), rng.choice((0.0005, 0.005, 0.02)))
+
+    async with fake_engine(embedded_dir, executor, max_model_len=256) as engine:
+        clients = [asyncio.create_task(client(engine, idx)) for idx in range(12)]
+        await asyncio.gather(*(control(engine) for _ in range(10)))
+        for _ in range(100):  # a worker may die of any of these
+            with contextlib.suppress(errors.WorkerError):
+                await engine.wake_up()
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.gather(*clients), 20)
+        assert not engine.is_paused
+        assert not engine.is_sleeping
+        engine.core.scheduler.blocks.check_integrity()
+
+
+async def test_a_cancelled_update_is_carried_through(embedded_dir: Path) -> None:
+    """Once the workers load, the caller's cancellation waits, so that the weights and their epoch
+    go together."""
+    executor = FakeExecutor(delay_s=0.05)
+    async with fake_engine(embedded_dir, executor) as engine:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.update_weights("/any"), 0.01)
+        assert executor.orders == [LoadWeights("/any", None)]
+        assert engine.core.scheduler.blocks.weight_epoch == 1
+        end = await answer(engine.generate(PROMPT, greedy(4)))
+        assert end.token_ids == expected_output(PROMPT, 4, VOCAB)
+
+
+async def test_a_cancelled_pause_leaves_the_engine_as_it_was(embedded_dir: Path) -> None:
+    """A pause that waits too long for the requests can be given up."""
+    async with fake_engine(embedded_dir, FakeExecutor(delay_s=0.01)) as engine:
+        stream = asyncio.create_task(answer(engine.generate(PROMPT, greedy(30))))
+        await asyncio.sleep(0.03)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause("wait"), 0.03)
+        assert not engine.is_paused
+        assert (await stream).finish_reason == "length"
+        assert (await answer(engine.generate([1], greedy(2)))).finish_reason == "length"
+
+
+async def test_abort_overtakes_a_pause_that_waits(embedded_dir: Path) -> None:
+    """While one pause waits for the requests, another may end them."""
+    async with fake_engine(embedded_dir, FakeExecutor(delay_s=0.01)) as engine:
+        stream = asyncio.create_task(answer(engine.generate(PROMPT, greedy(1000))))
+        await asyncio.sleep(0.03)
+        waiting = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(engine.pause("abort"), 5)
+        await asyncio.wait_for(waiting, 5)
+        assert (await stream).finish_reason == "abort"
+
+
+async def test_shutdown_ends_a_pause_that_waits(embedded_dir: Path) -> None:
+    """Who waits for rest is told that the engine has closed."""
+    async with fake_engine(embedded_dir, FakeExecutor(delay_s=0.01)) as engine:
+        stream = asyncio.create_task(answer(engine.generate(PROMPT, greedy(1000))))
+        await asyncio.sleep(0.03)
+        waiting = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0.01)
+        await engine.shutdown()
+    with pytest.raises(errors.EngineClosedError):
+        await asyncio.wait_for(waiting, 5)
+    assert (await stream).finish_reason == "abort"

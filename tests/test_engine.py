@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from fakes import FakeExecutor, expected_output
 
 from minivllm import errors
@@ -134,7 +135,7 @@ async def test_plans_overlap_with_steps(embedded_dir: Path) -> None:
 async def test_bad_requests_name_field_and_value(embedded_dir: Path) -> None:
     """Each kind of bad request has its own error, and the engine goes on serving."""
     async with fake_engine(embedded_dir, max_model_len=100) as engine:
-        cases: list[tuple[Any, SamplingParams, type[Exception], str]] = [
+        cases: list[tuple[Any, Any, type[Exception], str]] = [
             ("", greedy(), errors.EmptyPromptError, "prompt must have at least one token, got []"),
             ([], greedy(), errors.EmptyPromptError, "prompt"),
             ([1, 99999], greedy(), errors.TokenIdError, "prompt_token_ids.*got 99999"),
@@ -143,12 +144,21 @@ async def test_bad_requests_name_field_and_value(embedded_dir: Path) -> None:
             ([1] * 100, greedy(), errors.PromptTooLongError, "prompt length.*100 tokens.*got 100"),
             ({"promt": "x"}, greedy(), errors.RequestError, "promt"),
             (7, greedy(), errors.RequestError, "got 7"),
+            ({"prompt": 5}, greedy(), errors.RequestError, "prompt must be text, got 5"),
+            (b"abc", greedy(), errors.RequestError, "prompt.*got b'abc'"),
+            (np.array([1, 2]), greedy(), errors.RequestError, "prompt.*got array"),
+            ({"prompt_token_ids": np.array([1, 2])}, greedy(), errors.RequestError, "got array"),
+            ([1], "hot", errors.RequestError, "params must be SamplingParams, got 'hot'"),
+            ([1], {}, errors.RequestError, "params must be SamplingParams, got {}"),
             ([1], greedy(stop_token_ids=[VOCAB]), errors.TokenIdError, "stop_token_ids.*49152"),
             ([1], greedy(logprobs=21), errors.RequestError, "logprobs.*max_logprobs.*got 21"),
         ]
         for prompt, params, error, text in cases:
             with pytest.raises(error, match=text.replace("[", r"\[").replace("]", r"\]")):
                 await last(engine.generate(prompt, params))
+        for request_id in (5, ""):
+            with pytest.raises(errors.RequestError, match=f"request_id.*got {request_id!r}"):
+                await last(engine.generate([1], greedy(), request_id=request_id))
         stream = engine.generate([1], greedy(50), request_id="same")
         await anext(stream)
         with pytest.raises(errors.DuplicateRequestError, match=r"request_id.*'same'"):
@@ -439,3 +449,28 @@ async def test_the_last_plans_are_kept_when_a_worker_dies(
 def check_dump(file: Path) -> None:
     assert len(file.read_text().splitlines()) >= 4
     file.unlink()
+
+
+async def test_an_engine_starts_once(embedded_dir: Path) -> None:
+    """A second start is refused, and costs the running engine nothing."""
+    async with fake_engine(embedded_dir) as engine:
+        with pytest.raises(errors.EngineClosedError, match="starts once"):
+            await engine.start()
+        assert (await last(engine.generate([1], greedy()))).finished
+
+
+def test_an_engine_takes_only_a_config() -> None:
+    """What is no config is named."""
+    with pytest.raises(errors.ConfigError, match="config must be an EngineConfig, got 'tiny'"):
+        AsyncEngine("tiny")
+
+
+def test_any_event_loop_will_do(embedded_dir: Path) -> None:
+    """On uvloop, whose transports are no subclasses of asyncio's, the worker process serves too."""
+
+    async def serve() -> str | None:
+        settings = EngineConfig(model=str(embedded_dir), max_model_len=64)
+        async with AsyncEngine(settings) as engine:
+            return (await last(engine.generate([1, 2, 3], greedy(2)))).outputs[0].finish_reason
+
+    assert uvloop.run(serve()) == "length"

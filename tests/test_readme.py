@@ -10,7 +10,15 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README.read_text(), re.S))
+SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+
+
+def test_there_are_snippets() -> None:
+    """The README shows how to use the package from Python."""
+    assert SNIPPETS
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
 def test_snippet_runs(code: str) -> None:
     """Every Python example of the README runs as it stands and prints something."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
