@@ -20,7 +20,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,12 +33,13 @@ from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
     EmptyPromptError,
+    EngineBusyError,
     PromptTooLongError,
     RequestError,
     RequestTooLargeError,
     TokenIdError,
 )
-from minivllm.metrics import finished_line
+from minivllm.metrics import EngineMetrics, Gauges, finished_line
 from minivllm.request import Logprob, Request, SamplingParams
 from minivllm.scheduler import Scheduler, Update
 from minivllm.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class EngineCore:
         self._groups: dict[str, list[Request]] = {}  # by the caller's id; the samples of one prompt
         self._num_requests = 0
         self._counts: Counter[str] = Counter()  # of requests that have ended
+        self._metrics = EngineMetrics()
         self._seeds = random.Random(config.seed)
 
     @property
@@ -127,7 +129,7 @@ class EngineCore:
             ttft_target_s = self._config.ttft_target_s
         _check_seconds("timeout_s", timeout_s)
         _check_seconds("ttft_target_s", ttft_target_s)
-        self.scheduler.check_room(len(ids), len(ids) * len(token_ids))
+        self.check_room(len(ids), len(ids) * len(token_ids))
         if params.seed not in (None, -1):
             seed = params.seed
         elif seed is None:
@@ -163,6 +165,17 @@ class EngineCore:
             self._detokenizers[request.id] = detokenizer
             self.scheduler.add(request)
         return requests
+
+    def check_room(self, num_reqs: int, num_tokens: int) -> None:
+        """Refuse so many requests, with so many prompt tokens together, if they are too many.
+
+        Raises: `EngineBusyError`
+        """
+        try:
+            self.scheduler.check_room(num_reqs, num_tokens)
+        except EngineBusyError as error:
+            self._metrics.count_rejection(error.limit)
+            raise
 
     def draw_seed(self) -> int:
         """The seed of the next request that brings none."""
@@ -310,6 +323,7 @@ class EngineCore:
         comes after a request's deadline comes too late."""
         expired = self.expire()
         now_s = self.scheduler.clock()
+        self._metrics.count_step(sum(self.scheduler.in_flight[0].plan.query_lens))
         updates = self.scheduler.complete(result)
         for update in updates:
             if update.error is not None:
@@ -325,6 +339,7 @@ class EngineCore:
                 request.prompt_logprobs.append(self._logprobs(scored))
         if not update.tokens:
             return
+        self._metrics.count_tokens(request, len(update.tokens), now_s)
         if stats.first_token_s is None:
             stats.first_token_s = now_s
         stats.last_token_s = now_s
@@ -374,6 +389,7 @@ class EngineCore:
         self._counts["prompt_tokens"] += request.prompt_len
         self._counts["generation_tokens"] += request.num_output_tokens
         self._counts[f"request_success_{reason}"] += 1
+        self._metrics.count_end(request)
         if all(sample.finished for sample in self._groups[request.group_id]):
             del self._groups[request.group_id]
         if logger.isEnabledFor(logging.INFO):
@@ -404,6 +420,22 @@ class EngineCore:
             "weight_epoch": blocks.weight_epoch,
             "generation": scheduler.generation,
         }
+
+    def prometheus(self, *, sleep_level: int, labels: Mapping[str, str]) -> bytes:
+        """Gauges, counters and histograms in Prometheus's text format."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        gauges = Gauges(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=blocks.usage,
+            prefix_queries=scheduler.stats.prefix_queries,
+            prefix_hits=scheduler.stats.prefix_hits,
+            num_preemptions=scheduler.stats.num_preemptions,
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            sleep_level=sleep_level,
+        )
+        return self._metrics.render(gauges, labels)
 
     def restart(self, ready: Ready) -> None:
         """Go on with new workers: every unfinished request is computed again from its tokens."""

@@ -209,7 +209,7 @@ class AsyncEngine:
                 `EngineClosedError`; `EngineDead`
         """
         core = self._live_core()
-        core.scheduler.check_room(1, 0)  # refused before it is tokenized
+        core.check_room(1, 0)  # refused before it is tokenized
         # Before the first await, so that the order of the calls decides who gets which seed.
         seed = core.draw_seed()
         text, token_ids, cache_salt = await self._read_prompt(prompt)
@@ -324,6 +324,10 @@ class AsyncEngine:
     def metrics(self) -> dict[str, float]:
         """Gauges and counters by name, as they stand."""
         return self._live_core().metrics()
+
+    def prometheus(self, **labels: str) -> bytes:
+        """The metrics in Prometheus's text format, under vLLM's names; `labels` on each."""
+        return self._live_core().prometheus(sleep_level=self._sleep_level, labels=labels)
 
     @property
     def is_paused(self) -> bool:

@@ -103,7 +103,12 @@ class DuplicateRequestError(RequestError):
 
 
 class EngineBusyError(MinivllmError):
-    """The engine has as many requests, or prompt tokens, as its config lets it queue."""
+    """The engine has as many requests, or prompt tokens, as its config lets it queue: as many as
+    the setting `limit` says."""
+
+    def __init__(self, limit: str, text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
 
 
 class EngineClosedError(MinivllmError):

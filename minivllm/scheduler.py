@@ -183,7 +183,8 @@ class Scheduler:
         ):
             limit = getattr(self.config, name)
             if limit is not None and now + more > limit:
-                raise EngineBusyError(f"{name} is {limit}: {now} are queued, {more} more came")
+                text = f"{name} is {limit}: {now} are queued, {more} more came"
+                raise EngineBusyError(name, text)
 
     def add(self, request: Request) -> None:
         """Accept a new request; from here on it gets exactly one end."""

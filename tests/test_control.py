@@ -342,6 +342,31 @@ async def test_a_profile_is_written(embedded_dir: Path, tmp_path: Path) -> None:
     assert any("linear" in event.get("name", "") for event in events)
 
 
+async def test_prometheus_counts_what_happened(embedded_dir: Path) -> None:
+    """Two engines in one process count each for itself; a refused request is counted too."""
+    async with (
+        fake_engine(embedded_dir, FakeExecutor(), max_num_queued_reqs=1) as engine,
+        fake_engine(embedded_dir, FakeExecutor()) as other,
+    ):
+        for _ in range(2):
+            await answer(engine.generate(PROMPT, greedy(5)))
+        with pytest.raises(errors.EngineBusyError):
+            await answer(engine.generate([1], SamplingParams(n=2)))
+        text = engine.prometheus(model_name="tiny").decode()
+        idle = other.prometheus(model_name="tiny").decode()
+    for line in (
+        'vllm:prompt_tokens_total{model_name="tiny"} 80.0',
+        'vllm:prompt_tokens_cached_total{model_name="tiny"} 32.0',
+        'vllm:generation_tokens_total{model_name="tiny"} 10.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0',
+        'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 1.0',
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0',
+        'vllm:inter_token_latency_seconds_count{model_name="tiny"} 8.0',
+    ):
+        assert line in text
+    assert 'vllm:prompt_tokens_total{model_name="tiny"} 0.0' in idle
+
+
 @pytest.mark.parametrize("seed", range(60))
 async def test_orders_in_any_order_leave_a_whole_engine(embedded_dir: Path, seed: int) -> None:
     """Pauses, sleeps, updates and deaths, cancelled at random: every stream has one end, and the
