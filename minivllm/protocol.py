@@ -1,0 +1,1 @@
+"""OpenAI bodies to requests, and outputs back to OpenAI bodies: completions and chat."""
