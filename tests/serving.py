@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ async def listening(engine: AsyncEngine, config: ServerConfig | None = None) -> 
     """The address of a server over an engine that runs."""
     config = dataclasses.replace(config or ServerConfig(), host="127.0.0.1", port=0)
     with _bound(config) as listener:
+        # What a slow reader leaves unread is felt after kilobytes, not megabytes.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
         server = _Server(_uvicorn_config(create_app(engine, config), config))
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
+        while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
             await asyncio.sleep(0)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.exit.set()
@@ -52,7 +55,7 @@ class Served:
     async def until_idle(self) -> None:
         """Return when the engine has no request and all blocks are free."""
         async with asyncio.timeout(5):
-            while self.engine.request_ids or self.engine.core.scheduler.in_flight:
+            while self.engine.request_ids or self.engine.core.scheduler.in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         scheduler = self.engine.core.scheduler
         assert scheduler.num_running == scheduler.num_waiting == 0
