@@ -218,22 +218,26 @@ class Answer(Response):
         self._streamed = streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with while_connected(receive), contextlib.aclosing(self._chunks) as chunks:
-            chunk = await anext(chunks)
-            del self.headers["content-length"]
-            if self._streamed:
-                self.headers["cache-control"] = "no-cache"
-                self.headers["x-accel-buffering"] = "no"  # or nginx would gather the events
-            else:
-                self.headers["content-length"] = str(len(chunk))
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            )
-            if self._streamed:
-                await _send_chunk(send, chunk)
-                await self._send_rest(send, chunks, scope["state"]["request_id"])
-                chunk = b""
-            await send({"type": "http.response.body", "body": chunk})
+        with contextlib.suppress(ClientDisconnect):  # nobody is left to be told
+            async with while_connected(receive), contextlib.aclosing(self._chunks) as chunks:
+                await self._send_all(send, chunks, scope["state"]["request_id"])
+
+    async def _send_all(
+        self, send: Send, chunks: AsyncGenerator[bytes, None], request_id: str
+    ) -> None:
+        chunk = await anext(chunks)
+        del self.headers["content-length"]
+        if self._streamed:
+            self.headers["cache-control"] = "no-cache"
+            self.headers["x-accel-buffering"] = "no"  # or nginx would gather the events
+        else:
+            self.headers["content-length"] = str(len(chunk))
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._streamed:
+            await _send_chunk(send, chunk)
+            await self._send_rest(send, chunks, request_id)
+            chunk = b""
+        await send({"type": "http.response.body", "body": chunk})
 
     async def _send_rest(
         self, send: Send, chunks: AsyncGenerator[bytes, None], request_id: str

@@ -56,6 +56,7 @@ logger = logging.getLogger("minivllm")
 
 _LAST_WRITES_S = 5.0  # for readers that do not read, after the engine has ended
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # more than clients and proxies have, whose next request would meet our close
 _BODIES = (
     CompletionRequest,
     ChatRequest,
@@ -243,6 +244,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         date_header=False,
         root_path=config.root_path.rstrip("/"),
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=config.ssl_ca_certs,
@@ -272,7 +274,8 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
         return
     host = config.host or "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
+    # asyncio turns Nagle's delay off only where the protocol is named
+    with socket.socket(family, proto=socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(listener, (host, config.port), "host", f"{host}:{config.port}")
         yield listener
