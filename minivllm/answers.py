@@ -239,7 +239,7 @@ class _Writer:
     def _index(self, prompt_idx: int, answer: CompletionOutput) -> int:
         return prompt_idx * (self._request.n or 1) + answer.index
 
-    def _count(self, prompt_idx: int, output: RequestOutput) -> None:
+    def count(self, prompt_idx: int, output: RequestOutput) -> None:
         """Take in an output; one that failed ends the whole request."""
         if prompt_idx not in self._known_prompts:
             self._known_prompts.add(prompt_idx)
@@ -253,7 +253,8 @@ class _Writer:
     def _num_shown(self, answer: CompletionOutput) -> int:
         return len(answer.token_ids)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """The counts so far."""
         details = None
         if self._options.prompt_details:
             details = PromptTokensDetails(self._num_cached)
@@ -310,30 +311,30 @@ class CompletionWriter(_Writer):
         """
         choices = []
         for prompt_idx, output in enumerate(outputs):
-            self._count(prompt_idx, output)
+            self.count(prompt_idx, output)
             choices += [self._choice(prompt_idx, output, answer) for answer in output.outputs]
         metrics = self._metrics(outputs)
-        return Completion(**self._head(), choices=choices, usage=self._usage(), metrics=metrics)
+        return Completion(**self._head(), choices=choices, usage=self.usage(), metrics=metrics)
 
     def pieces(self, prompt_idx: int, output: RequestOutput) -> Iterator[Completion]:
         """What is new of one prompt, in chunks of one choice.
 
         Raises: `RequestFailed`
         """
-        self._count(prompt_idx, output)
+        self.count(prompt_idx, output)
         for answer in output.outputs:
             is_first = self._index(prompt_idx, answer) not in self._known_answers
             choice = self._choice(prompt_idx, output, answer)
             shows = choice.text or answer.finished() or (is_first and self._request.echo)
             if shows or (self._shows_tokens and answer.token_ids):
-                usage = self._usage() if self._counts_always else None
+                usage = self.usage() if self._counts_always else None
                 yield Completion(**self._head(), choices=[choice], usage=usage)
 
     def last_piece(self) -> Completion | None:
         """The token counts, if they were asked for."""
         if not self._streams_usage:
             return None
-        return Completion(**self._head(), choices=[], usage=self._usage())
+        return Completion(**self._head(), choices=[], usage=self.usage())
 
     @property
     def _only_scores(self) -> bool:
@@ -410,19 +411,19 @@ class ChatWriter(_Writer):
         Raises: `RequestFailed`
         """
         (output,) = outputs
-        self._count(0, output)
+        self.count(0, output)
         choices = [
             ChatChoice(
                 index=answer.index,
                 message=ChatMessage("assistant", self._opening() + answer.text),
-                logprobs=self._logprobs(answer),
+                logprobs=self.logprobs(answer),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
                 token_ids=answer.token_ids if self._request.return_token_ids else UNSET,
             )
             for answer in output.outputs
         ]
-        body = ChatCompletion(**self._head(), choices=choices, usage=self._usage())
+        body = ChatCompletion(**self._head(), choices=choices, usage=self.usage())
         body.metrics = self._metrics(outputs)
         if self._request.return_token_ids:
             body.prompt_token_ids = output.prompt_token_ids
@@ -435,7 +436,7 @@ class ChatWriter(_Writer):
 
         Raises: `RequestFailed`
         """
-        self._count(prompt_idx, output)
+        self.count(prompt_idx, output)
         for answer in output.outputs:
             if answer.index not in self._known_answers:
                 self._known_answers.add(answer.index)
@@ -452,7 +453,7 @@ class ChatWriter(_Writer):
                     ChatChunkChoice(
                         index=answer.index,
                         delta=ChatDelta(content=answer.text),
-                        logprobs=self._logprobs(answer),
+                        logprobs=self.logprobs(answer),
                         finish_reason=answer.finish_reason,
                         stop_reason=answer.stop_reason,
                         token_ids=answer.token_ids if self._request.return_token_ids else UNSET,
@@ -463,10 +464,10 @@ class ChatWriter(_Writer):
         """The token counts, if they were asked for."""
         if not self._streams_usage:
             return None
-        return ChatChunk(**self._head(), choices=[], usage=self._usage())
+        return ChatChunk(**self._head(), choices=[], usage=self.usage())
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        usage = self._usage() if self._counts_always else None
+        usage = self.usage() if self._counts_always else None
         return ChatChunk(**self._head(), choices=[choice], usage=usage)
 
     def _opening(self) -> str:
@@ -477,7 +478,8 @@ class ChatWriter(_Writer):
             return content
         return ""
 
-    def _logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
+    def logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
+        """Those of an answer, or of a piece of one; None if nobody asked."""
         if answer.logprobs is None:
             return None
         pairs = zip(answer.token_ids, answer.logprobs, strict=True)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 from fastapi import FastAPI
@@ -114,7 +115,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
         body = await read(request, CompletionRequest)
-        self._check_model(body.model)
+        self.check_model(body.model)
         prompts: list[Prompt] = []
         for prompt in body.prompts():
             entry: dict[str, Any] = {"cache_salt": body.cache_salt}
@@ -132,7 +133,7 @@ class OpenAIRoutes:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
         body = await read(request, ChatRequest)
-        self._check_model(body.model)
+        self.check_model(body.model)
         text, token_ids = await self.render(body)
         salt = body.cache_salt
         prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
@@ -156,27 +157,42 @@ class OpenAIRoutes:
         return await asyncio.to_thread(run)
 
     def _answer(
-        self,
-        request: Request,
-        body: CompletionRequest | ChatRequest,
-        prompts: Sequence[Prompt],
+        self, request: Request, body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
     ) -> Answer:
-        core = self._engine.core
-        params = sampling_params(body, core.default_params, self._config.stream_interval)
-        make = ChatWriter if isinstance(body, ChatRequest) else CompletionWriter
+        params = self.params(body)
         prefix = "chatcmpl" if isinstance(body, ChatRequest) else "cmpl"
-        writer: Any = make(
-            body,  # type: ignore[arg-type]  # each with its own
-            id=f"{prefix}-{_base_id(request, body)}",
-            model=body.model or self.names[0],
-            tokenizer=self._engine.tokenizer,
-            options=self._writer_options,
-        )
+        writer = self.writer(body, f"{prefix}-{_base_id(request, body)}")
         streams = self.streams(request, body, params, prompts, writer.id)
         silence_s = self._config.sse_keep_alive_interval_s or None
         if body.stream:
             return Answer(_events(streams, writer, silence_s), streamed=True)
         return Answer(_whole(streams, writer), streamed=False)
+
+    def params(self, body: CompletionRequest | ChatRequest) -> SamplingParams:
+        """The model's parameters with those of a body.
+
+        Raises: `RequestError`
+        """
+        default = self._engine.core.default_params
+        return sampling_params(body, default, self._config.stream_interval)
+
+    @overload
+    def writer(self, body: ChatRequest, id: str) -> ChatWriter: ...
+    @overload
+    def writer(self, body: CompletionRequest, id: str) -> CompletionWriter: ...
+    def writer(
+        self, body: ChatRequest | CompletionRequest, id: str
+    ) -> ChatWriter | CompletionWriter:
+        """Writes the answers to a body."""
+        common: dict[str, Any] = {
+            "id": id,
+            "model": body.model or self.names[0],
+            "tokenizer": self._engine.tokenizer,
+            "options": self._writer_options,
+        }
+        if isinstance(body, ChatRequest):
+            return ChatWriter(body, **common)
+        return CompletionWriter(body, **common)
 
     def streams(
         self,
@@ -212,12 +228,17 @@ class OpenAIRoutes:
             for request_id, prompt in zip(ids, prompts, strict=True)
         ]
 
-    def _log_request(self, id: str, params: SamplingParams, prompts: Sequence[Prompt]) -> None:
-        shown = ""
-        if self._config.max_log_len:
-            texts = [str(prompt)[: self._config.max_log_len] for prompt in prompts]
-            shown = f", prompts {texts!r}"
-        logger.info("request %s: %d prompts, %r%s", id, len(prompts), params, shown)
+    def _log_request(self, id: str, params: SamplingParams, prompts: Sequence[Any]) -> None:
+        plain = SamplingParams()
+        chosen = {
+            field.name: getattr(params, field.name)
+            for field in dataclasses.fields(params)
+            if getattr(params, field.name) != getattr(plain, field.name)
+        }
+        cut = self._config.max_log_len
+        texts = [str(prompt.get("prompt") or prompt["prompt_token_ids"])[:cut] for prompt in prompts]
+        shown: Any = texts if cut else len(prompts)
+        logger.info("request %s: prompts %r, parameters %r", id, shown, chosen)
 
     # ---- the rest ----
 
@@ -226,14 +247,15 @@ class OpenAIRoutes:
         """What requests may call the model."""
         return self._config.served_model_name or [self._engine.core.model_name]
 
-    def _check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
+        """Raises: `HttpError` for another model than the one here"""
         if model and model not in self.names:
             raise HttpError(404, f"The model {model[:200]!r} does not exist.", "model")
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt or of a chat."""
         body = await read(request, TokenizeRequest)
-        self._check_model(body.model)
+        self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", body.prompt, "or messages must be given, and not both")
         tokenizer = self._engine.tokenizer
@@ -257,7 +279,7 @@ class OpenAIRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
         body = await read(request, DetokenizeRequest)
-        self._check_model(body.model)
+        self.check_model(body.model)
         decode_ids = self._engine.tokenizer.decode
         text = await asyncio.to_thread(decode_ids, body.tokens, skip_special_tokens=False)
         return reply({"prompt": text})
@@ -281,7 +303,7 @@ class OpenAIRoutes:
     async def model(self, request: Request) -> Response:
         """The model under one of its names."""
         name = request.path_params["model"]
-        self._check_model(name)
+        self.check_model(name)
         return reply(self._card(name))
 
     async def health(self) -> Response:

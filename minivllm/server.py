@@ -48,6 +48,7 @@ from minivllm.protocol import (
     TokenizeRequest,
     WeightsRequest,
 )
+from minivllm.responses import ResponsesRequest, ResponsesRoutes
 from minivllm.routes import VERSION, AdminRoutes, OpenAIRoutes
 
 __all__ = ["ServerConfig", "create_app", "serve"]
@@ -60,6 +61,7 @@ _KEEP_ALIVE_S = 75  # more than clients and proxies have, whose next request wou
 _BODIES = (
     CompletionRequest,
     ChatRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
     WeightsRequest,
@@ -77,7 +79,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     """
     config = config or ServerConfig()
     app = FastAPI(title="minivllm", version=VERSION)
-    OpenAIRoutes(engine, config).add_to(app)
+    routes = OpenAIRoutes(engine, config)
+    routes.add_to(app)
+    ResponsesRoutes(routes, config).add_to(app)
     if config.enable_admin:
         AdminRoutes(engine).add_to(app)
     for kind in (HTTPException, HttpError, MinivllmError):
