@@ -236,7 +236,7 @@ class OpenAIRoutes:
             if getattr(params, field.name) != getattr(plain, field.name)
         }
         cut = self._config.max_log_len
-        texts = [str(prompt.get("prompt") or prompt["prompt_token_ids"])[:cut] for prompt in prompts]
+        texts = [str(one.get("prompt") or one["prompt_token_ids"])[:cut] for one in prompts]
         shown: Any = texts if cut else len(prompts)
         logger.info("request %s: prompts %r, parameters %r", id, shown, chosen)
 
@@ -415,7 +415,11 @@ class AdminRoutes:
     async def start_profile(self, request: Request) -> Response:
         """Trace the workers' steps from here on, into a directory on the server."""
         body = await read(request, ProfileRequest)
-        await self._engine.start_profile(body.directory)
+        try:
+            await self._engine.start_profile(body.directory)
+        except (OSError, ValueError) as error:
+            rule = f"must be a directory that can be made ({error})"
+            raise RequestError("directory", body.directory, rule) from error
         return reply({"status": "profiling"})
 
     async def stop_profile(self) -> Response:

@@ -212,6 +212,8 @@ async def test_what_an_operator_can_do(embedded_dir: Path) -> None:
             ("/sleep?level=x", {}),
             ("/update_weights", {"path": "/missing"}),
             ("/update_weights", {}),
+            ("/start_profile", {"directory": "/dev/null/x"}),
+            ("/start_profile", {"directory": "\0"}),
         ):
             response = await order(path, **body)
             assert response.status_code == 400, path
