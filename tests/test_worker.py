@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,17 @@ def params(number: int, max_tokens: int) -> SamplingParams:
 
 
 async def streams(
-    engine: AsyncEngine, numbers: Iterable[int], num_out: int, prompt_len: int = 32
+    engine: AsyncEngine,
+    numbers: Iterable[int],
+    num_out: int,
+    prompt_len: int = 32,
+    *,
+    tell: Callable[[int], None] = lambda num_tokens: None,
 ) -> tuple[list[list[int]], float]:
-    """The tokens of each stream, and the longest pause between two outputs of any of them."""
+    """The tokens of each stream, and the longest pause between two outputs of any of them. `tell`
+    hears how many tokens all of them have, whenever they have more."""
     pauses = [0.0]
+    lens: Counter[int] = Counter()
 
     async def one(number: int) -> list[int]:
         prompt = [100 + 7 * number + i for i in range(prompt_len)]
@@ -44,6 +52,8 @@ async def streams(
             if last_s is not None:
                 pauses.append(now_s - last_s)
             last_s, last = now_s, output.outputs[0]
+            lens[number] = len(last.token_ids)
+            tell(lens.total())
         assert last is not None
         assert last.finish_reason == "length"
         return last.token_ids
@@ -56,17 +66,19 @@ async def disturb(sent: int, count: int, num_out: int, times: int, **config: Any
     rng = random.Random(sent)
     executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0))
     async with AsyncEngine(EngineConfig(**SMALL | config), executor=executor) as engine:
-        start_s = time.monotonic()
         expected, calm = await streams(engine, range(count), num_out)
-        run_s = time.monotonic() - start_s
         for _ in range(times):
             engine.reset_prefix_cache()
             generation = engine.core.scheduler.generation
-            run = asyncio.create_task(streams(engine, range(count), num_out))
-            await asyncio.sleep(run_s * rng.uniform(0.1, 0.8))
-            assert executor.pid is not None
-            os.kill(executor.pid, sent)
-            tokens, pause = await run
+            moment = rng.uniform(0.0, 0.9) * count * num_out
+            victims = iter([executor.pid])
+
+            def strike(num_tokens: int, moment=moment, victims=victims) -> None:
+                if num_tokens >= moment:
+                    for pid in victims:  # once
+                        os.kill(pid, sent)
+
+            tokens, pause = await streams(engine, range(count), num_out, tell=strike)
             print(f"signal {sent}: longest pause {pause:.2f} s, undisturbed {calm:.2f} s")
             assert engine.core.scheduler.generation == generation + 1
             assert tokens == expected
