@@ -132,6 +132,8 @@ class EngineConfig:
     """Plan step n+1 while step n runs; None: with a worker process yes, inline no."""
     worker_lease_s: float = 5.0
     """Seconds without a sign of life after which a worker counts as dead."""
+    step_timeout_s: float = 300.0
+    """Seconds that a worker process may take for one step before it counts as dead."""
     seed: int = 0
     """Source of the seeds of requests that bring none."""
     max_logprobs: int = 20
@@ -210,6 +212,7 @@ class EngineConfig:
                 "distributed_executor_backend", self.distributed_executor_backend, rule
             )
         _check_positive("worker_lease_s", self.worker_lease_s)
+        _check_positive("step_timeout_s", self.step_timeout_s)
         self._explicit_max_model_len()
 
     def _check_types(self) -> None:

@@ -637,4 +637,4 @@ def _make_executor(config: EngineConfig) -> Executor:
         # by name, because it brings torch into this process, which only inline users want
         executor: Executor = importlib.import_module("minivllm.worker").InlineExecutor()
         return executor
-    return ProcessExecutor(lease_s=config.worker_lease_s)
+    return ProcessExecutor(lease_s=config.worker_lease_s, step_timeout_s=config.step_timeout_s)
