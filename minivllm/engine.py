@@ -422,7 +422,7 @@ class AsyncEngine:
 
     async def _fall_asleep(self, level: int) -> None:
         scheduler = self._live_core().scheduler
-        scheduler.preempt_all()
+        scheduler.set_all_aside()
         scheduler.blocks.reset_prefix_cache()
         await self._call(Sleep(level))
         self._sleep_level = max(self._sleep_level, level)
