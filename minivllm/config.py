@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from minivllm.errors import ConfigError, UnknownConfigKeyError
 
@@ -80,7 +80,7 @@ class EngineConfig:
     """Every setting of an engine.
 
     Raises `ConfigError` naming the field and the value when one is out of range, and
-    `UnknownConfigKeyError` from `from_kwargs` for a name that does not exist.
+    `UnknownConfigKeyError`, which offers the nearest name, for one that does not exist.
     """
 
     model: str | None = None
@@ -153,16 +153,15 @@ class EngineConfig:
     record: str | None = None
     """File to which every plan and result is written, for `minivllm replay`."""
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """`EngineConfig(**kwargs)` whose unknown keys raise with the nearest name that exists."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key, value in kwargs.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    def __new__(cls, **settings: Any) -> Self:
+        """Before `__init__`, which would refuse an unknown name with a bare `TypeError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in settings.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UnknownConfigKeyError(key, value, f"is not a setting{hint}")
-        return cls(**kwargs)
+                raise UnknownConfigKeyError(name, value, f"is not a setting{hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
