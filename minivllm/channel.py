@@ -32,8 +32,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from typing import IO, Protocol, cast
+from collections.abc import Callable, Coroutine
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -68,6 +68,7 @@ _LAST_WORDS_S = 1.0  # most to wait for the end of stderr after the end of the s
 logger = logging.getLogger("minivllm.worker")
 
 Deliver = Callable[[StepResult | WorkerError], None]
+_T = TypeVar("_T")
 
 
 class Executor(Protocol):
@@ -154,6 +155,23 @@ class Calls:
             self.answer(("WorkerError", "the worker ended before it was done"))
 
 
+async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which a cancellation of the caller does not cut off, as it is not to be
+    left half done. The cancellation is raised when the work is done.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # seen, and of less interest than the cancellation
+        raise cancelled
+    return task.result()
+
+
 class ProcessExecutor:
     """The model in a worker process of its own."""
 
@@ -165,18 +183,22 @@ class ProcessExecutor:
     async def start(self, generation: int, config: WorkerConfig, deliver: Deliver) -> Ready:
         """See `Executor.start`; a process that is still there is killed first."""
         await self.stop()
+        try:
+            worker = await to_the_end(self._launch(deliver))
+            worker.send(Start(generation, config, self._lease_s / _BEATS_PER_LEASE))
+            return await worker.ready
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _launch(self, deliver: Deliver) -> _Worker:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.to_thread(_launch, theirs.fileno())
         self._worker = worker = _Worker(loop, process, deliver, self._lease_s, self._step_timeout_s)
         await loop.create_unix_connection(lambda: worker, sock=ours)
-        worker.send(Start(generation, config, self._lease_s / _BEATS_PER_LEASE))
-        try:
-            return await worker.ready
-        except BaseException:
-            await self.stop()
-            raise
+        return worker
 
     def send(self, plan: StepPlan) -> None:
         """See `Executor.send`."""

@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -478,6 +480,34 @@ async def test_a_cancelled_start_leaves_no_worker(
             await starting
         assert is_gone(pid)
         assert host.executor.pid is None
+
+
+async def test_a_start_cancelled_while_it_launches_leaves_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that a thread is about to make is ended, and its socket is not another file."""
+    launched: list[subprocess.Popen[bytes]] = []
+    may_launch, is_launching = threading.Event(), threading.Event()
+
+    def launch(fd: int) -> subprocess.Popen[bytes]:
+        is_launching.set()
+        may_launch.wait(WAIT_S)
+        assert stat.S_ISSOCK(os.fstat(fd).st_mode), "the worker's socket was closed too early"
+        launched.append(run_worker("live_on()", fd, os.getpid()))
+        return launched[0]
+
+    executor = ProcessExecutor(lease_s=60.0, step_timeout_s=60.0)
+    monkeypatch.setattr(channel, "_launch", launch)
+    starting = asyncio.create_task(executor.start(0, CONFIG, lambda result: None))
+    await asyncio.to_thread(is_launching.wait)
+    starting.cancel()
+    await asyncio.sleep(0.05)
+    may_launch.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await executor.stop()
+    assert len(launched) == 1
+    assert is_gone(launched[0].pid)
 
 
 # ---- the worker's end --------------------------------------------------------------------------
