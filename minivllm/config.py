@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from minivllm.errors import ConfigError, UnknownConfigKeyError
 
@@ -80,7 +80,7 @@ class EngineConfig:
     """Every setting of an engine.
 
     Raises `ConfigError` naming the field and the value when one is out of range, and
-    `UnknownConfigKeyError` from `from_kwargs` for a name that does not exist.
+    `UnknownConfigKeyError`, which offers the nearest name, for one that does not exist.
     """
 
     model: str | None = None
@@ -132,6 +132,8 @@ class EngineConfig:
     """Plan step n+1 while step n runs; None: with a worker process yes, inline no."""
     worker_lease_s: float = 5.0
     """Seconds without a sign of life after which a worker counts as dead."""
+    step_timeout_s: float = 300.0
+    """Seconds that a worker process may take for one step before it counts as dead."""
     seed: int = 0
     """Source of the seeds of requests that bring none."""
     max_logprobs: int = 20
@@ -151,16 +153,15 @@ class EngineConfig:
     record: str | None = None
     """File to which every plan and result is written, for `minivllm replay`."""
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """`EngineConfig(**kwargs)` whose unknown keys raise with the nearest name that exists."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key, value in kwargs.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    def __new__(cls, **settings: Any) -> Self:
+        """Before `__init__`, which would refuse an unknown name with a bare `TypeError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in settings.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UnknownConfigKeyError(key, value, f"is not a setting{hint}")
-        return cls(**kwargs)
+                raise UnknownConfigKeyError(name, value, f"is not a setting{hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -210,6 +211,7 @@ class EngineConfig:
                 "distributed_executor_backend", self.distributed_executor_backend, rule
             )
         _check_positive("worker_lease_s", self.worker_lease_s)
+        _check_positive("step_timeout_s", self.step_timeout_s)
         self._explicit_max_model_len()
 
     def _check_types(self) -> None:

@@ -24,9 +24,9 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import msgspec
 
@@ -41,7 +41,7 @@ from minivllm.batch import (
     StepResult,
     WakeUp,
 )
-from minivllm.channel import Executor, ProcessExecutor, frame
+from minivllm.channel import Executor, ProcessExecutor, frame, to_the_end
 from minivllm.checkpoint import find_checkpoint
 from minivllm.config import EngineConfig, WorkerConfig
 from minivllm.core import EngineCore
@@ -60,7 +60,6 @@ logger = logging.getLogger("minivllm")
 
 PAUSE_MODES = ("abort", "wait", "keep")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_T = TypeVar("_T")
 
 _MAX_FAILED_STARTS = 3
 _NUM_DUMPED_PLANS = 16
@@ -418,11 +417,11 @@ class AsyncEngine:
             self._abort_all()
         async with self._order_lock:
             await self._pause(mode)
-            await _to_the_end(self._fall_asleep(level))
+            await to_the_end(self._fall_asleep(level))
 
     async def _fall_asleep(self, level: int) -> None:
         scheduler = self._live_core().scheduler
-        scheduler.preempt_all()
+        scheduler.set_all_aside()
         scheduler.blocks.reset_prefix_cache()
         await self._call(Sleep(level))
         self._sleep_level = max(self._sleep_level, level)
@@ -432,7 +431,7 @@ class AsyncEngine:
         async with self._order_lock:
             self._live_core()
             if self.is_sleeping:
-                await _to_the_end(self._awake())
+                await to_the_end(self._awake())
             self._resume()
 
     async def _awake(self) -> None:
@@ -467,7 +466,7 @@ class AsyncEngine:
             was_frozen = self._frozen
             try:
                 await self._freeze()
-                return await _to_the_end(self._change_weights(order))
+                return await to_the_end(self._change_weights(order))
             finally:
                 self._frozen = was_frozen
                 self._inbox.put_nowait(None)
@@ -602,23 +601,6 @@ class AsyncEngine:
             self._record.write(frame(message))
 
 
-async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which a cancellation of the caller does not cut off: an order that is
-    half carried out would leave host and workers of two minds. It is raised when the work is done.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()  # seen, and of less interest than the cancellation
-        raise cancelled
-    return task.result()
-
-
 def _absolute(field: str, path: str) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(field, path, "must be a path")
@@ -637,4 +619,4 @@ def _make_executor(config: EngineConfig) -> Executor:
         # by name, because it brings torch into this process, which only inline users want
         executor: Executor = importlib.import_module("minivllm.worker").InlineExecutor()
         return executor
-    return ProcessExecutor(lease_s=config.worker_lease_s)
+    return ProcessExecutor(lease_s=config.worker_lease_s, step_timeout_s=config.step_timeout_s)

@@ -414,12 +414,15 @@ class Scheduler:
         return recompute_cost(num_lost, num_freed, num_needed, request.stats.num_preemptions)
 
     def _preempt(self, request: Request) -> None:
+        request.stats.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self._set_aside(request)
+
+    def _set_aside(self, request: Request) -> None:
         self._stop_running(request)
         self._aging.wait(request)
         self._unpark(self.blocks.release(request))
         request.num_computed = request.num_scheduled = 0
-        request.stats.num_preemptions += 1
-        self.stats.num_preemptions += 1
         self._enqueue(request)
 
     def _head(self) -> Request | None:
@@ -593,12 +596,13 @@ class Scheduler:
         self._quarantine_size = max(1, len(stuck) // 2)
         return [r for r in stuck if r.strikes >= MAX_STRIKES]
 
-    def preempt_all(self) -> None:
+    def set_all_aside(self) -> None:
         """Take the blocks of every running request, as its KV is about to go; nothing may be in
-        flight. They wait in their old places."""
-        assert not self.in_flight, "preempt_all() with a plan in flight"
+        flight. They wait in their old places. No memory was short, so it counts as no preemption.
+        """
+        assert not self.in_flight, "set_all_aside() with a plan in flight"
         for request in list(self.running):
-            self._preempt(request)
+            self._set_aside(request)
 
     def raise_epoch(self) -> None:
         """The weights have changed: see `BlockManager.raise_epoch`."""

@@ -267,6 +267,7 @@ async def test_sleep_gives_memory_back_and_kept_requests_go_on(
         assert not engine.is_sleeping
         assert (await new).token_ids == expected_output(PROMPT, 3, VOCAB)
         streams.check(await streams.answers())
+        assert engine.metrics()["num_preemptions"] == 0, "no memory was short"
         assert isinstance(executor.orders[0], Sleep)
         assert isinstance(executor.orders[1], WakeUp)
         engine.core.scheduler.blocks.check_integrity()

@@ -64,7 +64,7 @@ async def streams(
 async def disturb(sent: int, count: int, num_out: int, times: int, **config: Any) -> None:
     """Streams with the worker sent a signal at random moments end as they do undisturbed."""
     rng = random.Random(sent)
-    executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0))
+    executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0), step_timeout_s=60.0)
     async with AsyncEngine(EngineConfig(**SMALL | config), executor=executor) as engine:
         expected, calm = await streams(engine, range(count), num_out)
         for _ in range(times):
@@ -101,7 +101,7 @@ async def test_five_deaths_under_32_streams(embedded_dir: Path, sent: int) -> No
 @pytest.mark.dist
 async def test_a_worker_that_dies_idle_is_replaced(embedded_dir: Path) -> None:
     """A worker killed while nothing runs is restarted, and the next request is served."""
-    executor = ProcessExecutor(lease_s=5.0)
+    executor = ProcessExecutor(lease_s=5.0, step_timeout_s=60.0)
     settings = EngineConfig(model=str(embedded_dir), **SMALL)
     async with AsyncEngine(settings, executor=executor) as engine:
         assert executor.pid is not None
