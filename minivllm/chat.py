@@ -152,8 +152,11 @@ def _checked(message: Any) -> dict[str, Any]:
         checked["content"] = [_checked_part(part) for part in content]
     elif not isinstance(content, str | None):
         raise RequestError("messages", message, "must have text, or parts of it, as content")
-    if checked.get("tool_calls"):
-        checked["tool_calls"] = [_checked_call(call) for call in checked["tool_calls"]]
+    calls = checked.get("tool_calls")
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise RequestError("messages", message, "must have a list as tool_calls")
+    if calls:
+        checked["tool_calls"] = [_checked_call(call) for call in calls]
     return checked
 
 

@@ -7,6 +7,8 @@ the model's limit and returns two frozen groups, one for each side of the proces
     EngineConfig ──resolve(model limit)──> SchedulerConfig   host: admission, budget, blocks
                                       └──> WorkerConfig      worker: weights, KV memory, rows
 
+`ServerConfig` is the same for the HTTP server.
+
 Invariants: nothing writes to a config after construction; no setting comes from the environment
 (it only says where converted models are kept: `convert`). What only a device can tell, how many
 blocks fit and the dtype for "auto", is the worker's to settle; `fit_pool` takes its answer in.
@@ -18,7 +20,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -309,6 +311,104 @@ class EngineConfig:
             rule = f"must leave room for 2 tokens, it gives {num_blocks} blocks"
             raise ConfigError(name, getattr(self, name), rule)
         return dataclasses.replace(scheduler, max_model_len=capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Every setting of the HTTP server; those of the model and its engine are `EngineConfig`.
+
+    Raises `ConfigError` naming the field and the value when one cannot work.
+    """
+
+    host: str | None = None
+    """Address to listen on; None: every address."""
+    port: int = 8000
+    """TCP port; 0 takes a free one, which is logged."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on instead."""
+    served_model_name: Sequence[str] = ()
+    """Names under which requests may ask for the model, the first one for answers; none: the
+    model's own."""
+    api_key: Sequence[str] = ()
+    """Keys of which a request must bring one; none: everybody may ask."""
+    enable_admin: bool = False
+    """Serve the routes that pause, put to sleep, abort, profile and load weights."""
+    admin_api_key: str | None = None
+    """Key for those routes, which must be set with them."""
+    root_path: str = ""
+    """Path under which a proxy shows the server."""
+    allowed_origins: Sequence[str] = ()
+    """Web origins whose pages may ask (CORS), "*" for any; none: no page of another origin."""
+    allow_credentials: bool = False
+    """Let pages of these origins send cookies."""
+    ssl_keyfile: str | None = None
+    """Private key in PEM, for TLS."""
+    ssl_certfile: str | None = None
+    """Certificate chain in PEM, for TLS."""
+    ssl_ca_certs: str | None = None
+    """Certificates in PEM of which a client must show one that they signed."""
+    shutdown_timeout_s: float = 30.0
+    """Seconds that running requests have to end after SIGTERM or SIGINT; a second signal ends
+    them at once."""
+    max_body_bytes: int = 16 * 2**20
+    """Most bytes of a request's body."""
+    max_header_bytes: int = 64 * 2**10
+    """Most bytes of a request's head."""
+    chat_template: str | None = None
+    """File or text of a chat template to use in place of the model's own."""
+    trust_request_chat_template: bool = False
+    """Run chat templates that requests bring; only for clients that may run programs here."""
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template where a request does not set them."""
+    stream_interval: int = 1
+    """Tokens to gather into one event of a stream; the first and the last come at once."""
+    sse_keep_alive_interval_s: float = 0.0
+    """Seconds of silence after which a stream gets a comment to keep it open; 0: never."""
+    enable_force_include_usage: bool = False
+    """Count tokens at the end of every stream, asked or not."""
+    enable_prompt_tokens_details: bool = True
+    """Tell how many tokens of a prompt came from the prefix cache."""
+    enable_per_request_metrics: bool = False
+    """Add a request's latencies to its response."""
+    max_num_responses: int = 1024
+    """Responses to hold for `previous_response_id` and to be retrieved; the oldest go first."""
+    enable_request_id_headers: bool = False
+    """Answer with an X-Request-Id, the client's or a new one."""
+    enable_log_requests: bool = False
+    """Log each request's id and parameters."""
+    max_log_len: int = 0
+    """Most characters of its prompt in that line; 0: prompts are not logged."""
+    disable_access_log: bool = False
+    """Do not log each HTTP request."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("port", 0),
+            ("max_body_bytes", 1),
+            ("max_header_bytes", 1024),
+            ("stream_interval", 1),
+            ("max_num_responses", 0),
+            ("max_log_len", 0),
+        ):
+            _check_int(name, getattr(self, name), at_least=least)
+        if self.port >= 2**16:
+            raise ConfigError("port", self.port, f"must be less than {2**16}")
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            value = getattr(self, name)
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            if not is_list or not all(isinstance(item, str) and item for item in value):
+                raise ConfigError(name, value, "must be a list of strings that are not empty")
+        if self.enable_admin and not self.admin_api_key:
+            raise ConfigError("admin_api_key", None, "must be set where enable_admin is")
+        if (self.ssl_keyfile or self.ssl_ca_certs) and not self.ssl_certfile:
+            raise ConfigError("ssl_certfile", None, "must be set for TLS")
+        for name in ("shutdown_timeout_s", "sse_keep_alive_interval_s"):
+            if getattr(self, name) != 0:
+                _check_positive(name, getattr(self, name))
+        variables = self.default_chat_template_kwargs
+        if variables is not None and not isinstance(variables, Mapping):
+            rule = "must map names to values"
+            raise ConfigError("default_chat_template_kwargs", variables, rule)
 
 
 def _check_int(name: str, value: Any, *, at_least: int) -> None:

@@ -67,6 +67,8 @@ class EngineCore:
         ready: Ready,
     ) -> None:
         self._config = config
+        self.model_name = checkpoint.name
+        """What the user asked for."""
         self._model_max_len = checkpoint.max_position_embeddings
         self.default_params = _default_params(config, checkpoint)
         """What a request without parameters gets."""

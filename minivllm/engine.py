@@ -24,7 +24,7 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -192,7 +192,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout_s: float | None = None,
         ttft_target_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request, each with everything so far, until it has ended.
 
         `prompt`: text, token ids, or a dict with `prompt` or `prompt_token_ids` and perhaps
@@ -319,6 +319,20 @@ class AsyncEngine:
         Raises: `EngineClosedError`; `EngineDead`
         """
         self._live_core()
+
+    @property
+    def state(self) -> str:
+        """"ok"; "degraded" while workers restart or requests wait; "closed"; "dead"."""
+        if self._dead is not None:
+            return "dead"
+        if self._core is None or self._closing:  # not started, or shutting down
+            return "closed"
+        return "degraded" if self._restarting or self.is_paused else "ok"
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that have not ended."""
+        return list(self._streams)
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters by name, as they stand."""

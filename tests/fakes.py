@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from minivllm.batch import (
     LoadWeights,
     Order,
     Ready,
+    RowLogprobs,
+    SampleInputs,
     Sleep,
     StepPlan,
     StepResult,
@@ -80,6 +82,8 @@ class FakeModel:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.num_computed: dict[int, int] = {}
+        self.num_scored: dict[int, int] = {}
+        self.inputs: dict[int, SampleInputs] = {}
         self.next_step = 0
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -94,6 +98,8 @@ class FakeModel:
             self.tokens[new.row] = list(array("i", new.token_ids))
             self.tables[new.row] = []
             self.num_computed[new.row] = new.num_computed
+            self.num_scored[new.row] = new.num_scored
+            self.inputs[new.row] = new.inputs
         for row, blocks in plan.new_blocks:
             self.tables[row] += blocks
         for new in plan.new_rows:
@@ -104,6 +110,8 @@ class FakeModel:
         for row, end in ends.items():
             self._store(row, end)
         tokens: list[list[int]] = []
+        logprobs: list[RowLogprobs | None] = []
+        prompt_logprobs: list[tuple[int, list[RowLogprobs]]] = []
         failed: dict[int, str] = {}
         for idx, (row, samples) in enumerate(zip(plan.rows, plan.samples, strict=True)):
             digest = self._attend(row, ends[row])
@@ -111,10 +119,39 @@ class FakeModel:
             assert samples == (ends[row] == len(self.tokens[row])), "samples at the wrong place"
             if self.fails(self.tokens[row][: ends[row]]):
                 failed[idx] = "not finite"
+            prompt_logprobs += [(idx, scored)] if (scored := self._score(row, ends[row])) else []
             if samples:
+                logprobs.append(self._logprobs(next_token(digest, self.vocab_size), row))
                 tokens.append([next_token(digest, self.vocab_size)])
                 self.tokens[row].append(tokens[-1][0])
-        return StepResult(plan.generation, plan.step, tokens, [], [], failed, 0.0)
+        if not any(logprobs):
+            logprobs = []
+        return StepResult(
+            plan.generation, plan.step, tokens, logprobs, prompt_logprobs, failed, 0.0
+        )
+
+    def _logprobs(self, token: int, row: int) -> RowLogprobs | None:
+        count, listed = self.inputs[row].num_logprobs, self.inputs[row].logprob_token_ids
+        if count < 0:
+            return None
+        return self._made_up(token, listed or range(token, token + count))
+
+    def _made_up(self, token: int, others: Iterable[int]) -> RowLogprobs:
+        ids = [token, *(other % self.vocab_size for other in others)]
+        return RowLogprobs(ids, [-0.5 - (id - token) % self.vocab_size for id in ids], 1)
+
+    def _score(self, row: int, end: int) -> list[RowLogprobs]:
+        """The prompt tokens that the ones before `end` predict, from the first not yet scored."""
+        inputs = self.inputs[row]
+        if inputs.num_prompt_logprobs < 0:
+            return []
+        start, stop = self.num_scored[row], min(end + 1, inputs.prompt_len)
+        self.num_scored[row] = max(start, stop)
+        count = inputs.num_prompt_logprobs
+        return [
+            self._made_up(token, range(token, token + count))
+            for token in self.tokens[row][start:stop]
+        ]
 
     def carry_out(self, order: Order) -> None:
         if isinstance(order, LoadWeights):

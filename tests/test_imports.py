@@ -25,7 +25,7 @@ def _contracts() -> list[dict]:
     return settings["tool"]["importlinter"]["contracts"]
 
 
-@pytest.mark.parametrize("module", ["minivllm.scheduler", "minivllm.engine"])
+@pytest.mark.parametrize("module", ["minivllm.scheduler", "minivllm.engine", "minivllm.server"])
 def test_host_modules_load_without_torch(module: str) -> None:
     """Importing a host module in a fresh interpreter does not load torch."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
