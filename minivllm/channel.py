@@ -389,14 +389,18 @@ class Mailbox:
     def __init__(self, sock: socket.socket, parent_pid: int) -> None:
         self._sock = sock
         self._parent_pid = parent_pid
-        self._inbox: queue.SimpleQueue[HostMessage] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._beat_s = 0.5
         threading.Thread(target=self._read, daemon=True).start()
 
-    def receive(self) -> HostMessage:
-        """The host's next message; waits for it."""
+    def receive(self) -> Any:
+        """The host's next message, or what was posted; waits for it."""
         return self._inbox.get()
+
+    def post(self, news: Any) -> None:
+        """Something of the worker's own, from another of its threads, into the same queue."""
+        self._inbox.put(news)
 
     def send(self, message: WorkerMessage) -> None:
         """Send to the host; a host that is gone is the reading thread's to notice."""

@@ -124,7 +124,10 @@ class AsyncEngine:
         self._started = True
         config = self.config
         checkpoint = await asyncio.to_thread(
-            find_checkpoint, config.model, revision=config.revision
+            find_checkpoint,
+            config.model,
+            revision=config.revision,
+            needs_weights=config.load_format != "dummy",
         )
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, checkpoint.path)
         _, self._worker_config = config.resolve(

@@ -45,6 +45,13 @@ CONFIG = WorkerConfig(
     kv_cache_memory_bytes=None,
     num_blocks=None,
     logprobs_mode="raw_logprobs",
+    device="cpu",
+    load_format="auto",
+    gpu_memory_utilization=0.92,
+    kv_cache_dtype="auto",
+    enforce_eager=False,
+    cudagraph_capture_sizes=(1, 2),
+    torch_compile=False,
 )
 READY = Ready(0, 10, 100, {}, {})
 WAIT_S = 30.0  # long enough for any machine; only a failing test waits so long

@@ -11,6 +11,13 @@ from minivllm.errors import ConfigError, UnknownConfigKeyError
 
 BAD: dict[str, list[Any]] = {
     "dtype": ["float64", "", "FLOAT32", None, 32],
+    "device": ["gpu", "", None, 0],
+    "enforce_eager": [None, 1, "no"],
+    "torch_compile": [None, 1, "no"],
+    "load_format": ["pickle", "", None],
+    "kv_cache_dtype": ["float32", "int8", "", None],
+    "gpu_memory_utilization": [0, -0.5, 1.01, math.nan, "0.9", None, True],
+    "cudagraph_capture_sizes": [[], [0], [1, 2.0], ["1"], "12", 5, [True]],
     "max_model_len": ["32kb", "k", "", "1.5k", "-2", " 32k", 1, 0, -2, True, 4096.0, [4096]],
     "block_size": [0, -16, 16.0, "16", None, True],
     "max_num_batched_tokens": [0, -1, 2048.0, "2k", None, True],
@@ -45,6 +52,13 @@ BAD: dict[str, list[Any]] = {
 }
 GOOD: dict[str, list[Any]] = {
     "dtype": ["auto", "float32", "float16", "bfloat16"],
+    "device": ["auto", "cpu", "cuda"],
+    "enforce_eager": [False, True],
+    "torch_compile": [False, True],
+    "load_format": ["auto", "dummy"],
+    "kv_cache_dtype": ["auto", "float16", "bfloat16", "fp8"],
+    "gpu_memory_utilization": [0.01, 0.92, 1, 1.0],
+    "cudagraph_capture_sizes": [None, [1], (8, 2), range(1, 5)],
     "max_model_len": [None, -1, "-1", "auto", "32k", "32K", "4096", "2", 2],
     "block_size": [1, 256],
     "max_num_batched_tokens": [1],
@@ -205,6 +219,12 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         kv_cache_memory_bytes=12345,
         num_gpu_blocks_override=99,
         logprobs_mode="raw_logits",
+        device="cuda",
+        load_format="dummy",
+        gpu_memory_utilization=0.5,
+        kv_cache_dtype="fp8",
+        cudagraph_capture_sizes=[1, 4],
+        torch_compile=True,
     )
     scheduler, worker = config.resolve(model_path="/some/dir", model_max_len=1000)
     assert dataclasses.asdict(scheduler) == {
@@ -232,7 +252,28 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "kv_cache_memory_bytes": 12345,
         "num_blocks": 99,
         "logprobs_mode": "raw_logits",
+        "device": "cuda",
+        "load_format": "dummy",
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_dtype": "fp8",
+        "enforce_eager": False,
+        "cudagraph_capture_sizes": (1, 4),
+        "torch_compile": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enforce_eager": True, "cudagraph_capture_sizes": [1]}, "enforce_eager"),
+        ({"enforce_eager": True, "torch_compile": True}, "torch_compile"),
+        ({"device": "cpu", "torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: dict[str, Any], field: str) -> None:
+    """What another setting would leave without effect is refused by name."""
+    with pytest.raises(ConfigError, match=f"^{field} must be False"):
+        EngineConfig(**settings)
 
 
 def fit(num_blocks: int, **config: Any) -> SchedulerConfig:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,11 +17,13 @@ from typing import Any
 import pytest
 
 from minivllm import errors
+from minivllm.batch import Done, Profile, StepPlan, StepResult, Stop
 from minivllm.channel import ProcessExecutor
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine
+from minivllm.pending import Pending
 from minivllm.request import SamplingParams
-from minivllm.worker import replay
+from minivllm.worker import _serve, replay
 
 SMALL = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 512}
 
@@ -215,3 +219,66 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+class Slow(Pending):
+    """A step on a device that is done when the test says so."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.done = threading.Event()
+
+    @property
+    def must_wait(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        assert self.done.wait(30)
+
+    def result(self) -> StepResult:
+        self.wait()
+        return StepResult(0, self.step, [], [], [], {}, 0.0)
+
+
+class SlowRunner:
+    """Launches at once what ends later."""
+
+    def __init__(self) -> None:
+        self.launched: queue.Queue[Slow] = queue.Queue()
+        self.orders: list[Any] = []
+
+    def launch(self, plan: StepPlan) -> Slow:
+        pending = Slow(plan.step)
+        self.launched.put(pending)
+        return pending
+
+    def carry_out(self, order: Any) -> None:
+        self.orders.append(order)
+
+
+def test_a_plan_is_launched_while_the_step_before_it_runs() -> None:
+    """The second plan does not wait for the first; answers come in order, an order's after those
+    of the steps before it."""
+    runner, inbox, answers = SlowRunner(), queue.SimpleQueue(), queue.Queue()
+    thread = threading.Thread(target=_serve, args=(runner, inbox.get, inbox.put, answers.put))
+    thread.start()
+    try:
+        for step in range(2):
+            inbox.put(StepPlan(0, step, [], [], [], [], []))
+        first, second = (runner.launched.get(timeout=30) for _ in range(2))
+        assert answers.empty()
+        second.done.set()
+        first.done.set()
+        assert [answers.get(timeout=30).step for _ in range(2)] == [0, 1]
+        inbox.put(StepPlan(0, 2, [], [], [], [], []))
+        third = runner.launched.get(timeout=30)
+        inbox.put(Profile(None))
+        third.done.set()
+        assert answers.get(timeout=30).step == 2
+        assert answers.get(timeout=30) == Done(None)
+        assert runner.orders == [Profile(None)]
+    finally:
+        inbox.put(Stop())
+        thread.join(30)
+    assert not thread.is_alive()
+    assert answers.empty()
