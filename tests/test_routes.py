@@ -181,6 +181,16 @@ async def test_health_tells_the_engines_state(embedded_dir: Path) -> None:
         assert response.headers["retry-after"]
 
 
+async def test_metrics_are_those_of_the_model(embedded_dir: Path) -> None:
+    """/metrics has vLLM's names, under the model's first name."""
+    async with served(embedded_dir, ServerConfig(served_model_name=["tiny"])) as server:
+        await server.post("/v1/completions", prompt="Hello there", max_tokens=3, ignore_eos=True)
+        response = await server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    sample = 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 3.0'
+    assert sample in response.text.splitlines()
+
+
 async def test_what_an_operator_can_do(embedded_dir: Path) -> None:
     """Pause, resume, sleep, wake, forget the cache, load weights, profile: each reaches the
     engine, and what is wrong is told."""
