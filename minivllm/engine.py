@@ -316,20 +316,12 @@ class AsyncEngine:
 
     # ---- control ---------------------------------------------------------------------------
 
-    async def health(self) -> None:
-        """Return if requests can be served.
+    async def health(self) -> str:
+        """"ok" if requests are served, "degraded" while workers restart or requests wait.
 
         Raises: `EngineClosedError`; `EngineDead`
         """
         self._live_core()
-
-    @property
-    def state(self) -> str:
-        """"ok"; "degraded" while workers restart or requests wait; "closed"; "dead"."""
-        if self._dead is not None:
-            return "dead"
-        if self._core is None or self._closing:  # not started, or shutting down
-            return "closed"
         return "degraded" if self._restarting or self.is_paused else "ok"
 
     @property

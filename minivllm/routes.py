@@ -32,7 +32,7 @@ from minivllm.answers import DONE, ChatWriter, CompletionWriter, WriterOptions, 
 from minivllm.asgi import Answer, HttpError, merged, safe_id
 from minivllm.config import ServerConfig
 from minivllm.engine import PAUSE_MODES, AsyncEngine, Prompt
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError, EngineClosedError, EngineDead, RequestError
 from minivllm.protocol import (
     AbortRequest,
     ChatRequest,
@@ -103,6 +103,7 @@ class OpenAIRoutes:
             ("/ping", self.health),
             ("/version", self.version),
             ("/load", self.load),
+            ("/metrics", self.metrics),
         ):
             app.add_api_route(path, get, methods=["GET"])
         app.add_api_route("/ping", self.health, methods=["POST"])
@@ -308,8 +309,12 @@ class OpenAIRoutes:
 
     async def health(self) -> Response:
         """Whether requests are served: ok, degraded, closed or dead."""
-        state = self._engine.state
-        status = 200 if state in ("ok", "degraded") else 503
+        try:
+            status, state = 200, await self._engine.health()
+        except EngineClosedError:
+            status, state = 503, "closed"
+        except EngineDead:
+            status, state = 503, "dead"
         return Response(encode({"status": state}), status, media_type="application/json")
 
     async def version(self) -> Response:
@@ -319,6 +324,11 @@ class OpenAIRoutes:
     async def load(self) -> Response:
         """How many prompts are in the engine."""
         return reply({"server_load": len(self._engine.request_ids)})
+
+    async def metrics(self) -> Response:
+        """Gauges, counters and histograms for Prometheus."""
+        text = self._engine.prometheus(model_name=self.names[0], engine="0")
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def page(self) -> Response:
         """A page for people."""

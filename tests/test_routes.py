@@ -38,6 +38,16 @@ async def test_models_under_their_names(embedded_dir: Path) -> None:
         assert response.json()["error"]["param"] == "model"
 
 
+async def test_a_proxys_path_is_taken_off(embedded_dir: Path) -> None:
+    """Behind a proxy that shows the server under a path, routes and keys are the same."""
+    config = ServerConfig(root_path="/api/", api_key=["key"])
+    async with served(embedded_dir, config) as server:
+        assert (await server.client.get("/health")).status_code == 200
+        assert (await server.client.get("/v1/models")).status_code == 401
+        headers = {"authorization": "Bearer key"}
+        assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_tokens_and_back(embedded_dir: Path) -> None:
     """/tokenize counts a prompt or a chat as the model sees it; /detokenize is its inverse."""
     messages = [{"role": "user", "content": "Hi"}]
@@ -179,6 +189,16 @@ async def test_health_tells_the_engines_state(embedded_dir: Path) -> None:
         response = await server.post("/v1/completions", prompt="x")
         assert response.status_code == 503
         assert response.headers["retry-after"]
+
+
+async def test_metrics_are_those_of_the_model(embedded_dir: Path) -> None:
+    """/metrics has vLLM's names, under the model's first name."""
+    async with served(embedded_dir, ServerConfig(served_model_name=["tiny"])) as server:
+        await server.post("/v1/completions", prompt="Hello there", max_tokens=3, ignore_eos=True)
+        response = await server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    sample = 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 3.0'
+    assert sample in response.text.splitlines()
 
 
 async def test_what_an_operator_can_do(embedded_dir: Path) -> None:
