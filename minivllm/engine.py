@@ -93,8 +93,6 @@ class AsyncEngine:
         self._dead: BaseException | None = None
         self._started = False
         self._closing = False
-        self._resumed = asyncio.Event()  # new requests wait for it
-        self._resumed.set()
         self._frozen = False  # no more plans
         self._sleep_level = 0
         self._weights: LoadWeights | None = None  # the last update, for workers that start later
@@ -158,14 +156,13 @@ class AsyncEngine:
         return ready
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Accept nothing more, give running requests `drain_s` seconds to end, abort the rest,
-        and end the workers. Safe to call twice."""
+        """Accept nothing more, give requests `drain_s` seconds to end, paused ones too, abort the
+        rest, and end the workers. Safe to call twice."""
         self._closing = True
-        self._resumed.set()  # who waits to be accepted is told now
-        self._turn.set()  # and who waits for rest
-        if drain_s > 0:
+        self._turn.set()  # who waits for rest is told now
+        if drain_s > 0 and self._core is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drain(), drain_s)
+                await asyncio.wait_for(self._drain(self._core), drain_s)
         for request_id in list(self._streams):
             self.abort(request_id)
         if self._supervisor is not None:
@@ -179,7 +176,11 @@ class AsyncEngine:
             self._record.close()
             self._record = None
 
-    async def _drain(self) -> None:
+    async def _drain(self, core: EngineCore) -> None:
+        async with self._order_lock:  # a change of the weights has its end first
+            if self.is_sleeping:
+                return
+            self._resume(core)
         while self._streams and self._dead is None:
             self._turn.clear()
             await self._turn.wait()
@@ -215,7 +216,6 @@ class AsyncEngine:
         # Before the first await, so that the order of the calls decides who gets which seed.
         seed = core.draw_seed()
         text, token_ids, cache_salt = await self._read_prompt(prompt)
-        await self._resumed.wait()
         core = self._live_core()
         if request_id is None:
             request_id = self._new_id()
@@ -340,7 +340,7 @@ class AsyncEngine:
     @property
     def is_paused(self) -> bool:
         """Whether new requests wait for `resume`."""
-        return not self._resumed.is_set()
+        return self._core is not None and self._core.scheduler.waiting.is_shut
 
     @property
     def is_sleeping(self) -> bool:
@@ -371,13 +371,12 @@ class AsyncEngine:
             raise ConfigError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
 
     def _abort_all(self) -> None:
-        for request_id in list(self._streams):
-            self.abort(request_id)
+        self._notify(self._live_core().abort_all())
 
     async def _pause(self, mode: str) -> None:
         scheduler = self._live_core().scheduler
         was_paused, was_frozen = self.is_paused, self._frozen
-        self._resumed.clear()
+        scheduler.waiting.shut()
         try:
             if mode == "abort":
                 self._abort_all()
@@ -386,12 +385,12 @@ class AsyncEngine:
                     raise EngineClosedError("the engine sleeps: nothing will end before it wakes")
                 self._frozen = False  # what an earlier pause has kept may end as well
                 self._inbox.put_nowait(None)
-                await self._until(lambda: scheduler.num_running + scheduler.num_waiting == 0)
+                await self._until(lambda: not scheduler.admitted())
             await self._freeze()
         except BaseException:
             self._frozen = was_frozen
             if not was_paused:
-                self._resumed.set()
+                scheduler.waiting.open()
             self._inbox.put_nowait(None)
             raise
 
@@ -404,11 +403,11 @@ class AsyncEngine:
             self._live_core()
             if self.is_sleeping:
                 raise EngineClosedError("the engine sleeps: wake it up to resume")
-            self._resume()
+            self._resume(self._live_core())
 
-    def _resume(self) -> None:
+    def _resume(self, core: EngineCore) -> None:
         self._frozen = False
-        self._resumed.set()
+        core.scheduler.waiting.open()
         self._inbox.put_nowait(None)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -441,7 +440,7 @@ class AsyncEngine:
             self._live_core()
             if self.is_sleeping:
                 await to_the_end(self._awake())
-            self._resume()
+            self._resume(self._live_core())
 
     async def _awake(self) -> None:
         await self._call(WakeUp())
