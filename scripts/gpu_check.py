@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -30,8 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,97 +53,54 @@ Figures = dict[str, Any]
 Case = tuple[str, Callable[[], Figures]]
 
 P = 16  # block size
-_QWEN3: Figures = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def _config(family: str, sizes: tuple[int, ...], **more: Any) -> Figures:
+    shared = {"architectures": [f"{family}ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    return shared | dict(zip(_SIZES, sizes, strict=True)) | {"tie_word_embeddings": True} | more
+
+
+MODELS = {
+    "Qwen3-0.6B": _config("Qwen3", (1024, 3072, 28, 16, 8, 128, 151936, 40960)),
+    "Qwen3-4B": _config("Qwen3", (2560, 9728, 36, 32, 8, 128, 151936, 40960)),
+    "Llama-3.1-8B": _config(
+        "Llama",
+        (4096, 14336, 32, 32, 8, 128, 128256, 131072),
+        tie_word_embeddings=False,
+    ),
 }
-MODELS: dict[str, Figures] = {
-    "Qwen3-0.6B": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "Qwen3-4B": _QWEN3
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "Llama-3.1-8B": {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    },
-}
-TOY = _QWEN3 | {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
+TOY = _config("Qwen3", (64, 96, 2, 4, 2, 16, 300, 512))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large everything is."""
+    """How large everything is; by default, for a card."""
 
-    device: torch.device
-    dtype: torch.dtype
-    models: dict[str, Figures]
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prompt_lens: tuple[int, ...]
-    heads: tuple[int, int, int]
+    device: torch.device = torch.device("cuda")  # noqa: RUF009 (it cannot change)
+    dtype: torch.dtype = torch.bfloat16
+    models: Mapping[str, Figures] = field(default_factory=lambda: MODELS)
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    contexts: tuple[int, ...] = (512, 8192)
+    prompt_lens: tuple[int, ...] = (2048, 8192)
+    heads: tuple[int, int, int] = (32, 8, 128)
     """Query heads, key/value heads, head dimension of the attention that is measured alone."""
-    num_seqs: int
-    seq_lens: tuple[int, int]
-    num_steps: int
-    stream_bytes: int
-    gemm_size: int
+    num_seqs: int = 256
+    seq_lens: tuple[int, int] = (100, 1024)
+    num_steps: int = 40
+    stream_bytes: int = 4 << 30
+    gemm_size: int = 8192
 
 
-FULL = Scale(
-    device=torch.device("cuda"),
-    dtype=torch.bfloat16,
-    models=MODELS,
-    batches=(1, 8, 64, 256),
-    contexts=(512, 8192),
-    prompt_lens=(2048, 8192),
-    heads=(32, 8, 128),
-    num_seqs=256,
-    seq_lens=(100, 1024),
-    num_steps=40,
-    stream_bytes=4 << 30,
-    gemm_size=8192,
-)
 DRY = Scale(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -234,10 +192,7 @@ def make_cache(batch: ForwardBatch, K: int, D: int, dtype: torch.dtype) -> Layer
 def exact_attention(
     q: torch.Tensor, cache: LayerCache, batch: ForwardBatch, window: int, soft_cap: float
 ) -> torch.Tensor:
-    """In float64, row by row.
-
-    Shapes: q [T, H, D]; out [T, H, D]
-    """
+    """In float64, row by row. Shapes: q [T, H, D]; out [T, H, D]"""
     out = []
     group = q.shape[1] // cache.k.shape[2]
     starts = batch.query_starts.tolist()
@@ -331,17 +286,17 @@ def check_sampling(scale: Scale) -> Figures:
 
 def kernels(scale: Scale) -> Iterator[Case]:
     """Each kernel over the dtypes, head dimensions and options that models have."""
-    dtypes = [torch.float32]
-    if scale.device.type == "cuda":
-        dtypes += [torch.bfloat16, torch.float16]
-    for dtype in dtypes:
+    sizes = {torch.float32: (64, 80, 96, 128, 256)}
+    if scale.device.type == "cuda":  # each is compiled, so not everything with everything
+        sizes |= {torch.bfloat16: sizes[torch.float32], torch.float16: (128,)}
+        sizes[torch.float32] = (128,)
+    for dtype, head_dims in sizes.items():
         name = str(dtype).removeprefix("torch.")
-        for D in (64, 80, 96, 128, 256):
-            for window, soft_cap in ((0, 0.0), (19, 0.0), (0, 30.0)):
-                yield (
-                    f"attention {name} D={D} window={window} cap={soft_cap:g}",
-                    functools.partial(check_attention, scale, dtype, D, window, soft_cap),
-                )
+        for D, (window, soft_cap) in itertools.product(head_dims, ((0, 0), (19, 0), (0, 30))):
+            yield (
+                f"attention {name} D={D} window={window} cap={soft_cap}",
+                functools.partial(check_attention, scale, dtype, D, window, soft_cap),
+            )
         yield f"norm, rope {name}", functools.partial(check_layers, scale, dtype)
     yield "sampling", functools.partial(check_sampling, scale)
 
@@ -386,6 +341,7 @@ class Steps:
         _, config = EngineConfig(**values).resolve(
             model_path=values["model"], model_max_len=values["max_model_len"]
         )
+        free(scale)
         self.scale = scale
         self.runner = ModelRunner(config)
         self.ready = self.runner.ready(0)
@@ -426,7 +382,7 @@ class Steps:
         """Median seconds of a decoding step, each launched before the last one's result."""
         last = self.decode()
         times = []
-        for _ in range(scaled_steps(self.scale)):
+        for _ in range(2 * self.scale.num_steps):
             start_s = time.perf_counter()
             following = self.decode()
             last.result()
@@ -441,11 +397,6 @@ class Steps:
         free(self.scale)
 
 
-def scaled_steps(scale: Scale) -> int:
-    """Decoding steps per measurement."""
-    return 2 * scale.num_steps
-
-
 def free(scale: Scale) -> None:
     """Return unused memory to the device."""
     gc.collect()
@@ -453,57 +404,60 @@ def free(scale: Scale) -> None:
         torch.cuda.empty_cache()
 
 
-def token_lists(scale: Scale, depth: int, temperature: float, **changes: Any) -> list[list[int]]:
+def generate(steps: Steps, depth: int, temperature: float) -> list[list[int]]:
     """What 8 rows generate, with `depth` steps launched before the first result is asked for."""
-    model = next(iter(scale.models))
-    steps = Steps(scale, model, kv_cache_memory_bytes=1 << 28, **changes)
-    rows = min(8, max(scale.batches))
+    rows = min(8, max(steps.scale.batches))
     pending = [steps.start([0] * rows, 16, temperature)]
-    tokens: list[list[int]] = [[] for _ in range(rows)]
-
-    def take() -> None:
-        for row, new in enumerate(pending.pop(0).result().tokens):
-            tokens[row] += new
-
-    for _ in range(scaled_steps(scale)):
-        if len(pending) == depth:
-            take()
-        pending.append(steps.decode())
-    while pending:
-        take()
-    steps.close()
-    return tokens
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for n in range(2 * steps.scale.num_steps + depth):
+        if n >= depth - 1:
+            for row, new in enumerate(pending.pop(0).result().tokens):
+                found[row] += new
+        if n < 2 * steps.scale.num_steps:
+            pending.append(steps.decode())
+    return found
 
 
 def tokens(scale: Scale) -> Iterator[Case]:
-    """Graphs and overlap against neither."""
+    """Graphs and overlap against neither: how many of 8 rows differ, greedy and sampled."""
 
-    def compare(temperature: float) -> Figures:
-        expected = token_lists(scale, 1, temperature, enforce_eager=True)
-        figures: Figures = {"rows": len(expected), "tokens": len(expected[0])}
-        for eager in (True, False):
-            for depth in (1, 2):
-                found = token_lists(scale, depth, temperature, enforce_eager=eager)
-                name = f"{'eager' if eager else 'graph'}, {'ahead' if depth == 2 else 'in turn'}"
-                figures[name] = sum(a != b for a, b in zip(found, expected, strict=True))
-        figures["ok"] = not any(v for k, v in figures.items() if "," in k)
-        return figures
+    def compare() -> Figures:
+        figures: Figures = {}
+        expected = {}
+        for mode in ("eager", "graph"):
+            eager = mode == "eager"
+            steps = Steps(
+                scale,
+                next(iter(scale.models)),
+                kv_cache_memory_bytes=1 << 28,
+                enforce_eager=eager,
+            )
+            for temperature, depth in itertools.product((0.0, 1.0), (1, 2)):
+                found = generate(steps, depth, temperature)
+                old = expected.setdefault(temperature, found)
+                name = f"{mode} t={temperature:g} {'ahead' if depth == 2 else 'in turn'}"
+                figures[name] = sum(a != b for a, b in zip(found, old, strict=True))
+            steps.close()
+        return figures | {"ok": not any(figures.values())}
 
-    for temperature in (0.0, 1.0):
-        yield f"tokens t={temperature:g}", functools.partial(compare, temperature)
+    yield "rows with other tokens", compare
 
 
 def kv_token_bytes(hf_config: Figures) -> int:
     """Bytes of keys and values per token, in 16 bits."""
-    head_dim = hf_config.get("head_dim") or (
-        hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    )
-    return 4 * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"] * head_dim
+    sizes = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    return 4 * math.prod(hf_config[name] for name in sizes)
 
 
-def with_steps(scale: Scale, model: str) -> Callable[[], Steps]:
-    """A runner of that model, made when it is first needed."""
-    return functools.cache(lambda: Steps(scale, model))
+def per_model(
+    scale: Scale, cases: Callable[[str, Callable[[], Steps]], Iterator[Case]]
+) -> Iterator[Case]:
+    """Cases of each model; its runner is made when it is first needed, and closed after them."""
+    for model in scale.models:
+        steps = functools.cache(functools.partial(Steps, scale, model))
+        yield from cases(model, steps)
+        if steps.cache_info().currsize:
+            steps().close()
 
 
 def decode(scale: Scale) -> Iterator[Case]:
@@ -528,18 +482,12 @@ def decode(scale: Scale) -> Iterator[Case]:
             "measured_TB_s": rate() / 1e12,
         }
 
-    for model in scale.models:
-        steps = with_steps(scale, model)
-        for batch in scale.batches:
-            for context in scale.contexts:
-                yield (
-                    f"decode {model} batch={batch} context={context}",
-                    functools.partial(measure, steps, model, batch, context),
-                )
-        if steps.cache_info().currsize:
-            steps().close()
-        del steps
-        free(scale)
+    def cases(model: str, steps: Callable[[], Steps]) -> Iterator[Case]:
+        for batch, context in itertools.product(scale.batches, scale.contexts):
+            name = f"decode {model} batch={batch} context={context}"
+            yield name, functools.partial(measure, steps, model, batch, context)
+
+    yield from per_model(scale, cases)
 
 
 def prefill(scale: Scale) -> Iterator[Case]:
@@ -561,11 +509,8 @@ def prefill(scale: Scale) -> Iterator[Case]:
         num_weights -= config["vocab_size"] * config["hidden_size"]  # looked up, not multiplied
         if not config["tie_word_embeddings"]:  # logits are computed of the last token alone
             num_weights -= config["vocab_size"] * config["hidden_size"]
-        heads = (
-            config["num_attention_heads"]
-            * (kv_token_bytes(config) // 4)
-            // (config["num_key_value_heads"])
-        )
+        heads = kv_token_bytes(config) // 4 * config["num_attention_heads"]  # and layers
+        heads //= config["num_key_value_heads"]
         num_ops = 2 * num_weights * length + 2 * heads * length**2
         return {
             "step_ms": step_s * 1e3,
@@ -574,14 +519,11 @@ def prefill(scale: Scale) -> Iterator[Case]:
             "gemm_TFLOP_s": rate() / 1e12,
         }
 
-    for model in scale.models:
-        steps = with_steps(scale, model)
+    def cases(model: str, steps: Callable[[], Steps]) -> Iterator[Case]:
         for length in scale.prompt_lens:
             yield f"prefill {model} T={length}", functools.partial(measure, steps, model, length)
-        if steps.cache_info().currsize:
-            steps().close()
-        del steps
-        free(scale)
+
+    yield from per_model(scale, cases)
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -624,7 +566,9 @@ def attention(scale: Scale) -> Iterator[Case]:
             scale,
             lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
         )
-        times = {"ours": ours_s, "sdpa": sdpa_s, "flex": flex_s(q, k, v, causal)}
+        times = {"ours": ours_s, "sdpa": sdpa_s}
+        if context == max(scale.contexts):  # each shape is compiled
+            times["flex"] = flex_s(q, k, v, causal)
         figures: Figures = {f"{name}_ms": s * 1e3 for name, s in times.items()}
         figures |= {f"{name}_TB_s": needed / s / 1e12 for name, s in times.items()}
         figures |= {f"{name}_TFLOP_s": num_ops / s / 1e12 for name, s in times.items()}
@@ -633,12 +577,9 @@ def attention(scale: Scale) -> Iterator[Case]:
         free(scale)
         return figures
 
-    for batch in scale.batches:
-        for context in scale.contexts:
-            yield (
-                f"attention decode batch={batch} context={context}",
-                functools.partial(measure, batch, context, 1),
-            )
+    for batch, context in itertools.product(scale.batches, scale.contexts):
+        name = f"attention decode batch={batch} context={context}"
+        yield name, functools.partial(measure, batch, context, 1)
     for length in scale.prompt_lens:
         yield f"attention prefill T={length}", functools.partial(measure, 1, length, length)
 
@@ -651,59 +592,44 @@ def engine(scale: Scale) -> Iterator[Case]:
 
     def requests(low: int, high: int) -> tuple[list[list[int]], list[SamplingParams]]:
         rng = random.Random(0)
-        prompts = [
-            [rng.randrange(256) for _ in range(rng.randint(low, high))]
-            for _ in range(scale.num_seqs)
-        ]
-        params = [
-            SamplingParams(
-                temperature=0.6, seed=n, ignore_eos=True, max_tokens=rng.randint(low, high)
-            )
-            for n in range(scale.num_seqs)
-        ]
-        return prompts, params
+        lens = [(rng.randint(low, high), rng.randint(low, high)) for _ in range(scale.num_seqs)]
+        prompts = [[rng.randrange(256) for _ in range(num_in)] for num_in, _ in lens]
+        shared = {"temperature": 0.6, "ignore_eos": True}
+        return prompts, [SamplingParams(max_tokens=num_out, **shared) for _, num_out in lens]
 
-    def start(model: str) -> LLM:
-        longest = 2 * scale.seq_lens[1] + P
-        changes = {"max_model_len": longest, "distributed_executor_backend": "mp"}
-        return LLM(**settings(scale, model, **changes))
-
-    def throughput(model: str) -> Figures:
-        with start(model) as llm:
-            prompts, params = requests(*scale.seq_lens)
-            llm.generate(prompts[:4], params[:4], use_tqdm=False)
+    def measure(model: str) -> Figures:
+        prompts, params = requests(*scale.seq_lens)
+        few = scale.seq_lens[0]
+        short, _ = requests(few, few)
+        shared = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=few)
+        traces = Path(tempfile.mkdtemp(prefix="gpu-check-trace-"))
+        changes = {"max_model_len": 2 * scale.seq_lens[1], "distributed_executor_backend": "mp"}
+        with LLM(**settings(scale, model, **changes)) as llm:
+            llm.generate(short, shared, use_tqdm=False)  # records the graphs
             start_s = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             wall_s = time.perf_counter() - start_s
+            llm.start_profile(str(traces))
+            llm.generate(short, shared, use_tqdm=False)
+            llm.stop_profile()
         num_in = sum(map(len, prompts))
         num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+        (trace,) = traces.glob("*.json")
+        is_gpu = scale.device.type == "cuda"
         return {
             "seconds": wall_s,
             "tokens_in": num_in,
             "tokens_out": num_out,
             "out_tok_s": num_out / wall_s,
             "total_tok_s": (num_in + num_out) / wall_s,
+            "idle_share": idle_share(trace, _GPU_EVENTS if is_gpu else {"cpu_op"}),
         }
 
-    def gap(model: str) -> Figures:
-        traces = Path(tempfile.mkdtemp(prefix="gpu-check-trace-"))
-        length = scale.seq_lens[0]
-        with start(model) as llm:
-            prompts, _ = requests(length, length)
-            params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length)
-            llm.generate(prompts, params, use_tqdm=False)  # records the graphs
-            llm.start_profile(str(traces))
-            llm.generate(prompts, params, use_tqdm=False)
-            llm.stop_profile()
-        categories = {"cpu_op"}
-        if scale.device.type == "cuda":
-            categories = {"kernel", "gpu_memcpy", "gpu_memset"}
-        (trace,) = traces.glob("*.json")
-        return {"idle_share": idle_share(trace, categories), "batch": scale.num_seqs}
+    for model in dict.fromkeys((next(iter(scale.models)), list(scale.models)[-1])):
+        yield f"engine {model}", functools.partial(measure, model)
 
-    for model in scale.models:
-        yield f"throughput {model}", functools.partial(throughput, model)
-        yield f"host gap {model}", functools.partial(gap, model)
+
+_GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 def idle_share(trace: Path, categories: set[str]) -> float:
@@ -792,7 +718,7 @@ def main() -> int:
         return subprocess.run([sys.executable, *sys.argv], env=env, check=False).returncode
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --dry-run runs on a CPU")
-    scale = DRY if args.dry_run else FULL
+    scale = DRY if args.dry_run else Scale()
     state = State(args.state, scale)
     start_s = time.perf_counter()
     with torch.inference_mode():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_check.py"
-PARTS = ["kernels", "tokens", "decode", "prefill", "attention", "engine"]
 
 
 def dry_run(*flags: str) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -37,10 +36,10 @@ def test_a_part_runs_alone_and_a_run_that_was_cut_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_runs(part: str) -> None:
-    """Each gives its cases, none of which failed."""
-    done, found = dry_run("--part", part)
+def test_every_part_runs() -> None:
+    """Without a flag every part gives its cases, none of which failed."""
+    done, found = dry_run()
     assert done.returncode == 0, done.stdout
-    assert found["cases"]
+    for start in ("attention float32", "rows", "decode", "prefill", "attention decode", "engine"):
+        assert any(name.startswith(start) for name in found["cases"])
     assert all("raised" not in figures for figures in found["cases"].values())
