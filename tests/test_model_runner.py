@@ -295,3 +295,29 @@ def test_more_new_blocks_than_a_copy_holds(make) -> None:
     plan = StepPlan(0, 0, [new], [0], [1], [True], [(0, list(range(1, 17)))])
     runner.launch(plan).result()
     assert runner._block_tables[0, :16].tolist() == list(range(1, 17))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("bfloat16", torch.bfloat16, 0.03),
+        ("float16", torch.float16, 0.003),
+        ("fp8", torch.float8_e4m3fn, 0.2),
+    ],
+)
+def test_a_smaller_kv_cache_changes_little(make, name, dtype, tolerance) -> None:
+    """Keys and values in fewer bits take that much less memory, and log-probabilities stay near."""
+    found = []
+    for kv_cache_dtype in ("auto", name):
+        runner = make(kv_cache_dtype=kv_cache_dtype)
+        driver = Driver(runner)
+        driver.launch({0: requests(1, num_logprobs=20)[0]}, [])
+        (logprobs,) = driver.take().logprobs
+        found.append(dict(zip(logprobs.token_ids, logprobs.logprobs, strict=True)))
+    assert runner._caches[0].k.dtype == dtype
+    whole = 120 * 4 * 2 * 2 * 2 * 8  # blocks, block size, layers, k and v, heads, head dim
+    assert runner.ready(0).memory_bytes["kv_cache"] == whole * dtype.itemsize
+    shared = found[0].keys() & found[1].keys()
+    differences = [abs(found[0][token] - found[1][token]) for token in shared]
+    assert len(shared) >= 15
+    assert 0 < max(differences) < tolerance
