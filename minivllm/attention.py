@@ -39,6 +39,8 @@ _MAX_LOOP_QUERIES = 4
 _TILE = 256
 # Below this many key reads a second thread costs more than it brings.
 _MIN_PARALLEL_KEYS = 512
+# The largest number of float8_e4m3fn.
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,12 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values."""
+    """One layer's keys and values; a float8 cache holds them divided by their scales."""
 
     k: torch.Tensor  # [N, P, K, D]
     v: torch.Tensor  # [N, P, K, D]
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 def allocate_kv_cache(
@@ -100,7 +104,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
 
     Shapes: k, v [T, K, D]; slots [T]
     """
-    if on_numba(k):
+    if on_numba(k) and on_numba(cache.k):
         _store_kv_loop(k.numpy(), v.numpy(), cache.k.numpy(), cache.v.numpy(), slots.numpy())
     else:
         store_kv_torch(k, v, cache, slots)
@@ -110,8 +114,12 @@ def store_kv_torch(
     k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
 ) -> None:
     """The twin of `store_kv`."""
-    cache.k.flatten(0, 1)[slots] = k
-    cache.v.flatten(0, 1)[slots] = v
+    for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        if stored.dtype == torch.float8_e4m3fn:
+            x = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(stored.dtype)
+            # Its bytes: torch cannot assign float8 by index on every device.
+            x, stored = x.view(torch.uint8), stored.view(torch.uint8)
+        stored.flatten(0, 1)[slots] = x.to(stored.dtype)
 
 
 @njit(nogil=True, cache=True)
@@ -143,7 +151,7 @@ def paged_attention(
     Shapes: q [T, H, D]; out [T, H, D]
     Needs:  the step's own keys and values stored
     """
-    if not on_numba(q):
+    if not (on_numba(q) and on_numba(cache.k)):
         return paged_attention_torch(
             q, cache, batch, scale=scale, window=window, soft_cap=soft_cap
         )
@@ -191,7 +199,9 @@ def paged_attention_torch(
     starts = batch.query_starts.tolist()
     for r, kv_len in enumerate(batch.kv_lens.tolist()):
         queries = slice(starts[r], starts[r + 1])
-        k, v = _gather(cache, batch.block_tables[r], kv_len)
+        k, v = (x.to(q.dtype) for x in _gather(cache, batch.block_tables[r], kv_len))
+        if cache.k.dtype == torch.float8_e4m3fn:
+            k, v = k * cache.k_scale, v * cache.v_scale
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,shd->hqs", q[queries], k).float() * scale

@@ -12,8 +12,8 @@ generation at a time: after it has delivered a `WorkerError` it stays silent unt
 again.
 
 How a death is seen: a closed socket at once, but for the moment in which the end of stderr comes;
-a process that stands still when its lease lapses; an error by its message. Not seen is a step that
-hangs while other threads run: the mailbox goes on beating. How a host's death is seen: by end of
+a process that stands still when its lease lapses; a step that hangs, while the mailbox goes on
+beating, when it takes too long; an error by its message. How a host's death is seen: by end of
 file, or by a change of parent where a fork of the host keeps the socket open. No signal is handled,
 so any loop in any thread will do. Beside the socket only the worker's stderr crosses, into the log.
 What is sent: `batch`. What to do after a death: `engine` and `scheduler`.
@@ -32,8 +32,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from typing import IO, Protocol, cast
+from collections.abc import Callable, Coroutine
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -68,6 +68,7 @@ _LAST_WORDS_S = 1.0  # most to wait for the end of stderr after the end of the s
 logger = logging.getLogger("minivllm.worker")
 
 Deliver = Callable[[StepResult | WorkerError], None]
+_T = TypeVar("_T")
 
 
 class Executor(Protocol):
@@ -154,28 +155,50 @@ class Calls:
             self.answer(("WorkerError", "the worker ended before it was done"))
 
 
+async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which a cancellation of the caller does not cut off, as it is not to be
+    left half done. The cancellation is raised when the work is done.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # seen, and of less interest than the cancellation
+        raise cancelled
+    return task.result()
+
+
 class ProcessExecutor:
     """The model in a worker process of its own."""
 
-    def __init__(self, *, lease_s: float) -> None:
+    def __init__(self, *, lease_s: float, step_timeout_s: float) -> None:
         self._lease_s = lease_s
+        self._step_timeout_s = step_timeout_s
         self._worker: _Worker | None = None
 
     async def start(self, generation: int, config: WorkerConfig, deliver: Deliver) -> Ready:
         """See `Executor.start`; a process that is still there is killed first."""
         await self.stop()
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.to_thread(_launch, theirs.fileno())
-        self._worker = worker = _Worker(loop, process, deliver, self._lease_s)
-        await loop.create_unix_connection(lambda: worker, sock=ours)
-        worker.send(Start(generation, config, self._lease_s / _BEATS_PER_LEASE))
         try:
+            worker = await to_the_end(self._launch(deliver))
+            worker.send(Start(generation, config, self._lease_s / _BEATS_PER_LEASE))
             return await worker.ready
         except BaseException:
             await self.stop()
             raise
+
+    async def _launch(self, deliver: Deliver) -> _Worker:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.to_thread(_launch, theirs.fileno())
+        self._worker = worker = _Worker(loop, process, deliver, self._lease_s, self._step_timeout_s)
+        await loop.create_unix_connection(lambda: worker, sock=ours)
+        return worker
 
     def send(self, plan: StepPlan) -> None:
         """See `Executor.send`."""
@@ -222,17 +245,21 @@ class _Worker(asyncio.Protocol):
         process: subprocess.Popen[bytes],
         deliver: Deliver,
         lease_s: float,
+        step_timeout_s: float,
     ) -> None:
         self.process = process
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self._loop = loop
         self._deliver = deliver
         self._lease_s = lease_s
+        self._step_timeout_s = step_timeout_s
         self._reader = FrameReader()
         self._calls = Calls()
         self._transport: asyncio.Transport | None = None
         self._silent = False
         self._missed = 0
+        self._unanswered: collections.deque[HostMessage] = collections.deque()
+        self._num_busy_turns = 0  # spent with the oldest of them
         self._timer: asyncio.TimerHandle | None = None
         assert process.stderr is not None, "the worker's stderr is a pipe"
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
@@ -244,6 +271,7 @@ class _Worker(asyncio.Protocol):
     def send(self, message: HostMessage) -> None:
         if self._transport is not None:  # without one the death has been delivered, or will be
             self._transport.write(frame(message))
+            self._unanswered.append(message)
 
     async def call(self, order: Order) -> None:
         if self._transport is None:
@@ -287,6 +315,9 @@ class _Worker(asyncio.Protocol):
             except msgspec.MsgspecError as error:
                 self._die(f"sent what is not a message: {error}")
                 return
+            if self._unanswered and isinstance(message, Ready | StepResult | Done):
+                self._unanswered.popleft()
+                self._num_busy_turns = 0
             if isinstance(message, StepResult):
                 self._deliver(message)
             elif isinstance(message, Done):
@@ -303,13 +334,20 @@ class _Worker(asyncio.Protocol):
         last_words.add_done_callback(lambda _: self._die(how))
 
     def _tick(self) -> None:
-        """Count the turns without a frame. Turns, not seconds: while the loop itself is held up,
-        no turn passes and nobody is blamed for it."""
+        """Count the turns without a frame, and those spent on one step (loading may take any time).
+        Turns, not seconds: while the loop itself is held up, no turn passes and nobody is blamed
+        for it."""
+        turn_s = self._lease_s / _BEATS_PER_LEASE
         self._missed += 1
         if self._missed > _BEATS_PER_LEASE + 1:
             self._die(f"gave no sign of life for {self._lease_s:g} s")
             return
-        self._timer = self._loop.call_later(self._lease_s / _BEATS_PER_LEASE, self._tick)
+        if self._num_busy_turns * turn_s >= self._step_timeout_s:
+            self._die(f"was busy with one step for {self._step_timeout_s:g} s")
+            return
+        if self._unanswered and isinstance(self._unanswered[0], StepPlan):
+            self._num_busy_turns += 1
+        self._timer = self._loop.call_later(turn_s, self._tick)
 
     def _fail(self, message: Failed) -> None:
         error = from_wire(message.name, message.text)
@@ -351,14 +389,18 @@ class Mailbox:
     def __init__(self, sock: socket.socket, parent_pid: int) -> None:
         self._sock = sock
         self._parent_pid = parent_pid
-        self._inbox: queue.SimpleQueue[HostMessage] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._beat_s = 0.5
         threading.Thread(target=self._read, daemon=True).start()
 
-    def receive(self) -> HostMessage:
-        """The host's next message; waits for it."""
+    def receive(self) -> Any:
+        """The host's next message, or what was posted; waits for it."""
         return self._inbox.get()
+
+    def post(self, news: Any) -> None:
+        """Something of the worker's own, from another of its threads, into the same queue."""
+        self._inbox.put(news)
 
     def send(self, message: WorkerMessage) -> None:
         """Send to the host; a host that is gone is the reading thread's to notice."""

@@ -89,8 +89,11 @@ class Checkpoint:
         return tuple(value) if isinstance(value, list) else (value,)
 
 
-def find_checkpoint(model: str | None, *, revision: str | None = None) -> Checkpoint:
-    """The checkpoint that `model` names; see the header. `revision` is for hub ids.
+def find_checkpoint(
+    model: str | None, *, revision: str | None = None, needs_weights: bool = True
+) -> Checkpoint:
+    """The checkpoint that `model` names; see the header. `revision` is for hub ids. A directory
+    need not contain weights if `needs_weights` is False.
 
     Raises: `ModelNotFoundError` when there is nothing under that name; `ModelError` for files that
             cannot be used; `ConfigError` for a revision of something that has none
@@ -104,7 +107,7 @@ def find_checkpoint(model: str | None, *, revision: str | None = None) -> Checkp
             raise ModelNotFoundError(f"{model} does not exist")
         return _load(_download(model, revision), model)
     _refuse_revision(revision, f"the local path {model}")
-    return _load(path if path.is_dir() else convert_gguf(path), model)
+    return _load(path if path.is_dir() else convert_gguf(path), model, needs_weights)
 
 
 def _refuse_revision(revision: str | None, what: str) -> None:
@@ -147,10 +150,10 @@ def _download(repo_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def _load(path: Path, name: str) -> Checkpoint:
+def _load(path: Path, name: str, needs_weights: bool = True) -> Checkpoint:
     """The checkpoint in the directory `path`."""
     hf_config = _read_object(path / "config.json")
-    if not any(path.glob("*.safetensors")):
+    if needs_weights and not any(path.glob("*.safetensors")):
         pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
         found = f"only {pickled[0]}; p" if pickled else "p"
         raise ModelError(

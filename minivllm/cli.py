@@ -255,7 +255,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(**_DEFAULTS | chosen(args, SamplingParams))
     config = chosen(args, EngineConfig)
-    EngineConfig.from_kwargs(**config)  # what is wrong is told before stdin is read
+    EngineConfig(**config)  # what is wrong is told before stdin is read
     prompts = args.prompts
     if prompts and args.file:
         raise ConfigError("file", str(args.file), "must be left out where prompts are given")
@@ -265,7 +265,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError("prompts", prompts, "must be given, or lines of --file or stdin")
     if len(prompts) == 1 and params.n == 1 and not args.json:
         config.setdefault("distributed_executor_backend", "inline")
-        return uvloop.run(_stream(prompts[0], params, EngineConfig.from_kwargs(**config)))
+        return uvloop.run(_stream(prompts[0], params, EngineConfig(**config)))
     with LLM(**config) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:

@@ -22,11 +22,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from minivllm.errors import ConfigError, UnknownConfigKeyError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8")
+LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("inline", "mp")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 GENERATION_CONFIGS = ("auto", "vllm")
@@ -75,6 +78,13 @@ class WorkerConfig:
     kv_cache_memory_bytes: int | None
     num_blocks: int | None
     logprobs_mode: str
+    device: str
+    load_format: str
+    gpu_memory_utilization: float
+    kv_cache_dtype: str
+    enforce_eager: bool
+    cudagraph_capture_sizes: tuple[int, ...] | None
+    torch_compile: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +92,20 @@ class EngineConfig:
     """Every setting of an engine.
 
     Raises `ConfigError` naming the field and the value when one is out of range, and
-    `UnknownConfigKeyError` from `from_kwargs` for a name that does not exist.
+    `UnknownConfigKeyError`, which offers the nearest name, for one that does not exist.
     """
 
     model: str | None = None
     """Directory, .gguf file or hub id; None is the embedded SmolLM2-135M-Instruct."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    device: str = "auto"
+    """cuda or cpu; auto is cuda where there is such a device."""
     dtype: str = "auto"
-    """float32, float16 or bfloat16; auto is float32 on a CPU."""
+    """float32, float16 or bfloat16; auto is float32 on a CPU, on a GPU what the weights were saved
+    in (bfloat16 for float32)."""
+    load_format: str = "auto"
+    """auto, safetensors; dummy, random weights, for which a config.json is enough."""
     max_model_len: int | str | None = None
     """Tokens of prompt and output together; "32k" works; None, -1 or "auto": the model's own, or
     as much as the KV cache holds if that is less."""
@@ -124,7 +139,20 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for KV; None: a quarter of what is free on a CPU."""
+    """Memory for KV; None: a quarter of what is free on a CPU, what `gpu_memory_utilization` leaves
+    on a GPU."""
+    gpu_memory_utilization: float = 0.92
+    """Share of a GPU's memory that weights, graphs, activations and KV take together."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept in: float16, bfloat16 or fp8 (e4m3); auto, as they are
+    computed."""
+    enforce_eager: bool = False
+    """Launch every step kernel by kernel, without CUDA graphs."""
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    """Numbers of rows for which there is a CUDA graph; None: 1, 2, 4 and every 8 up to
+    `max_num_seqs`."""
+    torch_compile: bool = False
+    """Compile the forward pass with torch.compile on a GPU: fewer kernels, minutes at the start."""
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, whatever the memory says."""
     distributed_executor_backend: str | None = None
@@ -134,6 +162,8 @@ class EngineConfig:
     """Plan step n+1 while step n runs; None: with a worker process yes, inline no."""
     worker_lease_s: float = 5.0
     """Seconds without a sign of life after which a worker counts as dead."""
+    step_timeout_s: float = 300.0
+    """Seconds that a worker process may take for one step before it counts as dead."""
     seed: int = 0
     """Source of the seeds of requests that bring none."""
     max_logprobs: int = 20
@@ -153,16 +183,15 @@ class EngineConfig:
     record: str | None = None
     """File to which every plan and result is written, for `minivllm replay`."""
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """`EngineConfig(**kwargs)` whose unknown keys raise with the nearest name that exists."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key, value in kwargs.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    def __new__(cls, **settings: Any) -> Self:
+        """Before `__init__`, which would refuse an unknown name with a bare `TypeError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in settings.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UnknownConfigKeyError(key, value, f"is not a setting{hint}")
-        return cls(**kwargs)
+                raise UnknownConfigKeyError(name, value, f"is not a setting{hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -170,7 +199,10 @@ class EngineConfig:
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
         _check_int("max_logprobs", self.max_logprobs, at_least=-1)
         for name, known in (
+            ("device", DEVICES),
             ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("load_format", LOAD_FORMATS),
             ("logprobs_mode", LOGPROBS_MODES),
             ("generation_config", GENERATION_CONFIGS),
             ("scheduling_policy", SCHEDULING_POLICIES),
@@ -212,19 +244,38 @@ class EngineConfig:
                 "distributed_executor_backend", self.distributed_executor_backend, rule
             )
         _check_positive("worker_lease_s", self.worker_lease_s)
+        _check_positive("step_timeout_s", self.step_timeout_s)
+        self._check_gpu()
         self._explicit_max_model_len()
 
     def _check_types(self) -> None:
         for name in ("model", "revision", "record"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(name, getattr(self, name), "must be a string")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                "enable_prefix_caching", self.enable_prefix_caching, "must be true or false"
-            )
+        for name in ("enable_prefix_caching", "enforce_eager", "torch_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "must be true or false")
         if not isinstance(self.async_scheduling, bool | None):
             rule = "must be true, false or None"
             raise ConfigError("async_scheduling", self.async_scheduling, rule)
+
+    def _check_gpu(self) -> None:
+        _check_positive("gpu_memory_utilization", self.gpu_memory_utilization)
+        if self.gpu_memory_utilization > 1:
+            rule = "must be a share, at most 1"
+            raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, rule)
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None:
+            is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+            if not is_list or not sizes or not all(_is_int(size, at_least=1) for size in sizes):
+                rule = "must be a list of integers of at least 1"
+                raise ConfigError("cudagraph_capture_sizes", sizes, rule)
+            if self.enforce_eager:
+                rule = "must be False where cudagraph_capture_sizes are given"
+                raise ConfigError("enforce_eager", self.enforce_eager, rule)
+        if self.torch_compile and (self.enforce_eager or self.device == "cpu"):
+            rule = "must be False on a CPU and where enforce_eager is True"
+            raise ConfigError("torch_compile", self.torch_compile, rule)
 
     def _explicit_max_model_len(self) -> int | None:
         """`max_model_len` as a number of tokens; None stands for auto.
@@ -273,6 +324,7 @@ class EngineConfig:
             ttft_policy=self.ttft_policy,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+        sizes = self.cudagraph_capture_sizes
         worker = WorkerConfig(
             model_path=model_path,
             dtype=self.dtype,
@@ -283,6 +335,13 @@ class EngineConfig:
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             num_blocks=self.num_gpu_blocks_override,
             logprobs_mode=self.logprobs_mode,
+            device=self.device,
+            load_format=self.load_format,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
+            torch_compile=self.torch_compile,
         )
         return scheduler, worker
 
@@ -410,8 +469,12 @@ class ServerConfig:
 
 
 def _check_int(name: str, value: Any, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if not _is_int(value, at_least=at_least):
         raise ConfigError(name, value, f"must be an integer of at least {at_least}")
+
+
+def _is_int(value: Any, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def _check_positive(name: str, value: Any) -> None:

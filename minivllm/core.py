@@ -404,6 +404,13 @@ class EngineCore:
             self._end(request, "abort")
         return requests
 
+    def abort_all(self) -> list[Request]:
+        """End every request with "abort", but for those that are held."""
+        requests = self.scheduler.admitted()
+        for request in requests:
+            self._end(request, "abort")
+        return requests
+
     def fail_suspects(self) -> list[Request]:
         """After a death of the workers: end the requests that have killed them too often."""
         failed = self.scheduler.blame()

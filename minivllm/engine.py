@@ -24,9 +24,9 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import msgspec
 
@@ -41,7 +41,7 @@ from minivllm.batch import (
     StepResult,
     WakeUp,
 )
-from minivllm.channel import Executor, ProcessExecutor, frame
+from minivllm.channel import Executor, ProcessExecutor, frame, to_the_end
 from minivllm.checkpoint import find_checkpoint
 from minivllm.config import EngineConfig, WorkerConfig
 from minivllm.core import EngineCore
@@ -60,7 +60,6 @@ logger = logging.getLogger("minivllm")
 
 PAUSE_MODES = ("abort", "wait", "keep")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_T = TypeVar("_T")
 
 _MAX_FAILED_STARTS = 3
 _NUM_DUMPED_PLANS = 16
@@ -94,8 +93,6 @@ class AsyncEngine:
         self._dead: BaseException | None = None
         self._started = False
         self._closing = False
-        self._resumed = asyncio.Event()  # new requests wait for it
-        self._resumed.set()
         self._frozen = False  # no more plans
         self._sleep_level = 0
         self._weights: LoadWeights | None = None  # the last update, for workers that start later
@@ -125,7 +122,10 @@ class AsyncEngine:
         self._started = True
         config = self.config
         checkpoint = await asyncio.to_thread(
-            find_checkpoint, config.model, revision=config.revision
+            find_checkpoint,
+            config.model,
+            revision=config.revision,
+            needs_weights=config.load_format != "dummy",
         )
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, checkpoint.path)
         _, self._worker_config = config.resolve(
@@ -156,14 +156,13 @@ class AsyncEngine:
         return ready
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Accept nothing more, give running requests `drain_s` seconds to end, abort the rest,
-        and end the workers. Safe to call twice."""
+        """Accept nothing more, give requests `drain_s` seconds to end, paused ones too, abort the
+        rest, and end the workers. Safe to call twice."""
         self._closing = True
-        self._resumed.set()  # who waits to be accepted is told now
-        self._turn.set()  # and who waits for rest
-        if drain_s > 0:
+        self._turn.set()  # who waits for rest is told now
+        if drain_s > 0 and self._core is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drain(), drain_s)
+                await asyncio.wait_for(self._drain(self._core), drain_s)
         for request_id in list(self._streams):
             self.abort(request_id)
         if self._supervisor is not None:
@@ -177,7 +176,11 @@ class AsyncEngine:
             self._record.close()
             self._record = None
 
-    async def _drain(self) -> None:
+    async def _drain(self, core: EngineCore) -> None:
+        async with self._order_lock:  # a change of the weights has its end first
+            if self.is_sleeping:
+                return
+            self._resume(core)
         while self._streams and self._dead is None:
             self._turn.clear()
             await self._turn.wait()
@@ -213,7 +216,6 @@ class AsyncEngine:
         # Before the first await, so that the order of the calls decides who gets which seed.
         seed = core.draw_seed()
         text, token_ids, cache_salt = await self._read_prompt(prompt)
-        await self._resumed.wait()
         core = self._live_core()
         if request_id is None:
             request_id = self._new_id()
@@ -338,7 +340,7 @@ class AsyncEngine:
     @property
     def is_paused(self) -> bool:
         """Whether new requests wait for `resume`."""
-        return not self._resumed.is_set()
+        return self._core is not None and self._core.scheduler.waiting.is_shut
 
     @property
     def is_sleeping(self) -> bool:
@@ -369,13 +371,12 @@ class AsyncEngine:
             raise ConfigError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
 
     def _abort_all(self) -> None:
-        for request_id in list(self._streams):
-            self.abort(request_id)
+        self._notify(self._live_core().abort_all())
 
     async def _pause(self, mode: str) -> None:
         scheduler = self._live_core().scheduler
         was_paused, was_frozen = self.is_paused, self._frozen
-        self._resumed.clear()
+        scheduler.waiting.shut()
         try:
             if mode == "abort":
                 self._abort_all()
@@ -384,12 +385,12 @@ class AsyncEngine:
                     raise EngineClosedError("the engine sleeps: nothing will end before it wakes")
                 self._frozen = False  # what an earlier pause has kept may end as well
                 self._inbox.put_nowait(None)
-                await self._until(lambda: scheduler.num_running + scheduler.num_waiting == 0)
+                await self._until(lambda: not scheduler.admitted())
             await self._freeze()
         except BaseException:
             self._frozen = was_frozen
             if not was_paused:
-                self._resumed.set()
+                scheduler.waiting.open()
             self._inbox.put_nowait(None)
             raise
 
@@ -402,11 +403,11 @@ class AsyncEngine:
             self._live_core()
             if self.is_sleeping:
                 raise EngineClosedError("the engine sleeps: wake it up to resume")
-            self._resume()
+            self._resume(self._live_core())
 
-    def _resume(self) -> None:
+    def _resume(self, core: EngineCore) -> None:
         self._frozen = False
-        self._resumed.set()
+        core.scheduler.waiting.open()
         self._inbox.put_nowait(None)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -424,11 +425,11 @@ class AsyncEngine:
             self._abort_all()
         async with self._order_lock:
             await self._pause(mode)
-            await _to_the_end(self._fall_asleep(level))
+            await to_the_end(self._fall_asleep(level))
 
     async def _fall_asleep(self, level: int) -> None:
         scheduler = self._live_core().scheduler
-        scheduler.preempt_all()
+        scheduler.set_all_aside()
         scheduler.blocks.reset_prefix_cache()
         await self._call(Sleep(level))
         self._sleep_level = max(self._sleep_level, level)
@@ -438,8 +439,8 @@ class AsyncEngine:
         async with self._order_lock:
             self._live_core()
             if self.is_sleeping:
-                await _to_the_end(self._awake())
-            self._resume()
+                await to_the_end(self._awake())
+            self._resume(self._live_core())
 
     async def _awake(self) -> None:
         await self._call(WakeUp())
@@ -473,7 +474,7 @@ class AsyncEngine:
             was_frozen = self._frozen
             try:
                 await self._freeze()
-                return await _to_the_end(self._change_weights(order))
+                return await to_the_end(self._change_weights(order))
             finally:
                 self._frozen = was_frozen
                 self._inbox.put_nowait(None)
@@ -608,23 +609,6 @@ class AsyncEngine:
             self._record.write(frame(message))
 
 
-async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which a cancellation of the caller does not cut off: an order that is
-    half carried out would leave host and workers of two minds. It is raised when the work is done.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()  # seen, and of less interest than the cancellation
-        raise cancelled
-    return task.result()
-
-
 def _absolute(field: str, path: str) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(field, path, "must be a path")
@@ -643,4 +627,4 @@ def _make_executor(config: EngineConfig) -> Executor:
         # by name, because it brings torch into this process, which only inline users want
         executor: Executor = importlib.import_module("minivllm.worker").InlineExecutor()
         return executor
-    return ProcessExecutor(lease_s=config.worker_lease_s)
+    return ProcessExecutor(lease_s=config.worker_lease_s, step_timeout_s=config.step_timeout_s)

@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_MAX_SHOWN = 200  # characters of a value
+
 
 class MinivllmError(Exception):
     """Base of the tree drawn above."""
@@ -43,9 +45,10 @@ class _FieldError(MinivllmError):
     """
 
     def __init__(self, field: str, value: Any, rule: str) -> None:
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:200] + "..."
+        is_long = isinstance(value, str | bytes | list | tuple) and len(value) > _MAX_SHOWN
+        shown = repr(value[:_MAX_SHOWN] if is_long else value)  # the rest would not be shown
+        if len(shown) > _MAX_SHOWN:
+            shown = shown[:_MAX_SHOWN] + "..."
         super().__init__(f"{field} {rule}, got {shown}")
         self.field = field
         self.value = value

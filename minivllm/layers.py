@@ -62,7 +62,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def pack(weight: torch.Tensor) -> nn.Parameter:
+def pack(weight: nn.Parameter) -> nn.Parameter:
     """A float32 weight on a CPU in oneDNN's blocked layout, which only `linear` can read; any other
     weight as it is.
 
@@ -72,7 +72,8 @@ def pack(weight: torch.Tensor) -> nn.Parameter:
     """
     if weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
-    return nn.Parameter(weight, requires_grad=False)
+        return nn.Parameter(weight, requires_grad=False)
+    return weight
 
 
 class Linear(nn.Module):

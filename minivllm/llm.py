@@ -40,7 +40,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, executor: Executor | None = None, **config: Any
     ) -> None:
-        resolved = EngineConfig.from_kwargs(model=model, **config)
+        resolved = EngineConfig(model=model, **config)
         if resolved.distributed_executor_backend is None:
             resolved = dataclasses.replace(resolved, distributed_executor_backend="inline")
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Fills a decoder with the weights of a safetensors checkpoint.
+"""Fills a decoder with the weights of a safetensors checkpoint, or with random ones.
 
     model.safetensors                   one file, or
     model.safetensors.index.json ──> model-00001-of-00002.safetensors, ...
@@ -76,6 +76,30 @@ def load_model(
         raise WeightsError(
             f"{path or 'tensors'} lacks {len(unfilled)} tensors, among them {names}"
         )
+    return model
+
+
+def dummy_model(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int,
+    group: Group,
+) -> Decoder:
+    """The decoder that `hf_config` describes with random weights, the same every time on the same
+    device: for measuring. They are scaled so that activations neither grow nor vanish.
+
+    Raises: `UnsupportedArchitectureError` or `ModelError` for the config
+    """
+    placed = {"dtype": dtype, "device": torch.device(device)}
+    model = Decoder(model_config(hf_config), max_model_len=max_model_len, group=group, **placed)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+        else:  # a norm's weight or a bias
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
 
 

@@ -1,12 +1,22 @@
-"""One worker's model: load it, size its KV cache, run one step at a time.
+"""One worker's model: load it, size its KV cache, launch one step at a time.
 
-    StepPlan ──> row table ──> ForwardBatch ──> Decoder ──> logits ──> sample ──> StepResult
-                (differences)   (flattened)                            │
-                     ^──────────── sampled tokens are appended ────────┘
+    StepPlan ─> row table ─> Staging ─> graph or Decoder ─> sample ─> Readback ─> StepResult
+               (differences) (one copy)                       │
+                    ^                   device: tokens stay <─┤
+                    └──────────────── host: tokens, later ────┘
 
-The row table holds, per row, the tokens, the block ids and the sampling parameters, as plain arrays
-with one line per row, so that a step is prepared without a loop over rows. It is the worker's own
-truth about lengths: the host may plan the next step before it has seen the tokens of this one.
+`launch` prepares a step and queues it on the device, and never waits for the device; the `Pending`
+that it returns is waited for. So the host prepares step n+1 while a GPU computes step n, whose
+tokens step n+1 takes from the device. Only a row whose tokens the host must see first makes it
+wait: one with penalties, bans or other adjustments that look at its history, and one that starts
+anew where another row's tokens are still on their way. On a CPU the same code has nothing to wait
+for.
+
+The memory of a GPU is shared out in this order. Weights are loaded. A step as large as any is run
+on a cache that is only the null block: its peak is what activations need. The largest and the
+smallest graph are recorded on that cache, measured, and forgotten, because they hold its address.
+What is left of `gpu_memory_utilization` becomes the KV cache, and graphs are recorded for good: the
+small ones now, the others when a step first needs them.
 
 Invariants: plans come in order, without gaps; a row whose numbers are not finite fails alone.
 What the tensors of a step mean: `attention`. Who decides what a step contains: `scheduler`.
@@ -14,10 +24,12 @@ What the tensors of a step mean: `attention`. Who decides what a step contains: 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,21 +42,29 @@ from minivllm.batch import (
     NewRow,
     Order,
     Ready,
-    RowLogprobs,
     SampleInputs,
     Sleep,
     StepPlan,
-    StepResult,
     WakeUp,
 )
 from minivllm.config import WorkerConfig
+from minivllm.device import (
+    Staging,
+    available_bytes,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    upload,
+)
 from minivllm.dist import Group
 from minivllm.errors import ConfigError, WorkerError
-from minivllm.loader import load_model
+from minivllm.graphs import Capture, Captured, CudaCapture, Forwarded, StepGraphs, ladder
+from minivllm.loader import dummy_model, load_model
 from minivllm.models import Decoder
+from minivllm.pending import Pending
+from minivllm.rows import FORWARD_ARRAYS, RowTable, decode_token_ids
 from minivllm.sampling import (
     LOGPROB_ROWS,
-    NOT_FINITE,
     AdjustedRow,
     Logprobs,
     LogprobsMode,
@@ -56,87 +76,48 @@ from minivllm.sampling import (
 
 _T = TypeVar("_T")
 
-_DTYPES = {
-    "auto": torch.float32,  # a CPU computes fastest in it
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
-
-_SCALARS = ("temperature", "top_k", "top_p", "min_p", "seed", "child", "num_logprobs")
-
-
-class _Rows:
-    """What the worker knows of each row, one line per row."""
-
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
-        max_blocks = -(-max_model_len // block_size)
-        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int64)
-        self.block_table = np.zeros((num_rows, max_blocks), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int64)
-        self.num_computed = np.zeros(num_rows, np.int64)
-        self.num_scored = np.zeros(num_rows, np.int64)
-        self.prompt_len = np.zeros(num_rows, np.int64)
-        self.inputs: list[SampleInputs] = [SampleInputs(seed=0)] * num_rows
-        self.is_adjusted = np.zeros(num_rows, bool)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.zeros(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.child = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.zeros(num_rows, np.int64)
-
-    def start(self, new: NewRow) -> None:
-        row = new.row
-        token_ids = np.frombuffer(new.token_ids, np.int32)
-        self.token_ids[row, : len(token_ids)] = token_ids
-        self.block_table[row] = 0
-        self.num_blocks[row] = 0
-        self.num_computed[row] = new.num_computed
-        self.num_scored[row] = new.num_scored
-        inputs = new.inputs
-        self.inputs[row] = inputs
-        self.is_adjusted[row] = inputs.adjusts or bool(inputs.logprob_token_ids)
-        for name in ("prompt_len", *_SCALARS):
-            getattr(self, name)[row] = getattr(inputs, name)
-
-    def add_blocks(self, row: int, block_ids: list[int]) -> None:
-        start = self.num_blocks[row]
-        self.block_table[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] += len(block_ids)
+# Block tables are cut to a multiple of this many blocks: kernels are compiled anew for a width that
+# is not a multiple of 16.
+_WIDTH = 16
+# Graphs that are recorded before the first request.
+_NUM_EARLY_GRAPHS = 4
+# Numbers per row and per token that a step sends, at most 8 bytes each.
+_NUM_STAGED = 16
 
 
 class ModelRunner:
     """A loaded model with its KV cache, ready for steps."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Load, size and warm up.
+    def __init__(self, config: WorkerConfig, *, capture: Capture | None = None) -> None:
+        """Load, size and warm up. `capture` records graphs in place of `CudaCapture`, and then on a
+        CPU too, which has none of its own.
 
         Raises: `ModelError` for weights that cannot be used; `ConfigError` when the memory for KV
                 does not hold a single request
         """
         self._config = config
         self._phase_s: dict[str, float] = {}
-        self._dtype = _DTYPES[config.dtype]
+        self._device = device = pick_device(config.device)
+        self._is_cuda = device.type == "cuda"
+        if config.torch_compile and not self._is_cuda:
+            raise ConfigError("torch_compile", True, f"is for a GPU, the device is {device}")
+        free_bytes = torch.cuda.mem_get_info()[0] if self._is_cuda else 0
         self._hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
-        self._model = self._timed("load", lambda: self._load(config.model_path))
-        model = self._model.config
-        block_bytes = kv_block_bytes(
-            num_layers=model.num_layers,
-            block_size=config.block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=self._dtype,
-        )
-        self._num_blocks = config.num_blocks or _num_blocks(config, block_bytes)
-        self._caches = self._timed("kv_cache", self._allocate)
-        self._memory_bytes = {
-            "weights": sum(p.numel() * p.element_size() for p in self._model.parameters()),
-            "kv_cache": self._num_blocks * block_bytes,
-        }
-        self._rows = _Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self._dtype = pick_dtype(config.dtype, device, self._hf_config)
+        self._kv_dtype = pick_kv_dtype(config.kv_cache_dtype, self._dtype)
+        self._place(self._timed("load", lambda: self._load(config.model_path, device=device)))
+        weights_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        self._memory_bytes = {"weights": weights_bytes}
+
+        R, blocks = config.max_num_seqs, -(-config.max_model_len // config.block_size)
+        blocks += -blocks % _WIDTH
+        self._rows = RowTable(R, config.max_model_len, config.block_size, blocks)
+        self._block_tables = torch.zeros((R + 1, blocks), dtype=torch.int32, device=device)
+        self._last_token_ids = torch.zeros(R + 1, dtype=torch.int64, device=device)
+        self._max_changes = R + config.max_num_batched_tokens
+        self._staging = Staging(8 * _NUM_STAGED * (R + self._max_changes + 64), device)
+        self._graphs = self._make_graphs(capture)
+        self._latest: Pending | None = None
         self._next_step = 0
         self._logprobs_mode = LogprobsMode(
             processed=config.logprobs_mode.startswith("processed"),
@@ -144,38 +125,12 @@ class ModelRunner:
         )
         self._profiler: torch.profiler.profile | None = None
         self._profile_dir = ""
+
+        limit = self._timed("profile", lambda: self._memory_left(free_bytes))
+        self._num_blocks = config.num_blocks or self._blocks_in(limit)
+        self._caches = self._timed("kv_cache", lambda: self._allocate(self._num_blocks))
+        self._memory_bytes["kv_cache"] = self._num_blocks * self._block_bytes()
         self._timed("warm_up", self._warm_up)
-
-    def _load(self, path: str | None, tensors: Mapping[str, torch.Tensor] | None = None) -> Decoder:
-        model = load_model(
-            None if path is None else Path(path),
-            self._hf_config,
-            dtype=self._dtype,
-            device="cpu",
-            max_model_len=self._config.max_model_len,
-            group=Group(),
-            tensors=tensors,
-        )
-        model.pack()
-        return model
-
-    def _allocate(self) -> list[LayerCache]:
-        model = self._model.config
-        return allocate_kv_cache(
-            num_layers=model.num_layers,
-            num_blocks=self._num_blocks,
-            block_size=self._config.block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=self._dtype,
-            device="cpu",
-        )
-
-    def _timed(self, phase: str, work: Callable[[], _T]) -> _T:
-        start_s = time.perf_counter()
-        done = work()
-        self._phase_s[phase] = time.perf_counter() - start_s
-        return done
 
     def ready(self, generation: int) -> Ready:
         """What the host must know before its first plan."""
@@ -187,21 +142,179 @@ class ModelRunner:
             self._memory_bytes,
         )
 
+    def _timed(self, phase: str, work: Callable[[], _T]) -> _T:
+        start_s = time.perf_counter()
+        done = work()
+        self._phase_s[phase] = time.perf_counter() - start_s
+        return done
+
+    # ---- weights and memory ----------------------------------------------------------------
+
+    def _load(
+        self,
+        path: str | None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        device: torch.device,
+    ) -> Decoder:
+        make = {
+            "dtype": self._dtype,
+            "device": device,
+            "max_model_len": self._config.max_model_len,
+            "group": Group(),
+        }
+        if self._config.load_format == "dummy" and tensors is None:
+            model = dummy_model(self._hf_config, **make)
+        else:
+            place = None if path is None else Path(path)
+            model = load_model(place, self._hf_config, tensors=tensors, **make)
+        model.pack()
+        return model
+
+    def _place(self, model: Decoder) -> None:
+        self._model = model
+        self._compute_hidden = model
+        if self._config.torch_compile:
+            self._compute_hidden = torch.compile(model, dynamic=True)
+
+    def _make_graphs(self, capture: Capture | None) -> StepGraphs:
+        config = self._config
+        if config.enforce_eager or (capture is None and not self._is_cuda):
+            return StepGraphs([], 1, lambda: _no_capture)
+        max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        sizes = config.cudagraph_capture_sizes
+        if sizes is None:
+            sizes = ladder(max_rows)
+        kept = {size for size in sizes if size <= max_rows}
+        return StepGraphs(sorted(kept), 1, CudaCapture if capture is None else lambda: capture)
+
+    def _block_bytes(self) -> int:
+        model = self._model.config
+        return kv_block_bytes(
+            num_layers=model.num_layers,
+            block_size=self._config.block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self._kv_dtype,
+        )
+
+    def _allocate(self, num_blocks: int) -> list[LayerCache]:
+        model = self._model.config
+        return allocate_kv_cache(
+            num_layers=model.num_layers,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self._kv_dtype,
+            device=self._device,
+        )
+
+    def _memory_left(self, free_at_start_bytes: int) -> int:
+        """Bytes for KV when everything else has its share; see the header."""
+        if not self._is_cuda:
+            return available_bytes() // 4
+        self._caches = self._allocate(1)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._run_empty(self._largest_step(), SampleInputs(seed=0, top_p=0.9, num_logprobs=0))
+        activations = torch.cuda.max_memory_allocated() - before
+        costs = []
+        sizes = self._graphs.sizes
+        for size in sizes[-1:] + sizes[:-1][:1]:
+            free_bytes = torch.cuda.mem_get_info()[0]
+            self._run_empty([1] * size)
+            costs.append(max(0, free_bytes - torch.cuda.mem_get_info()[0]))
+        # The largest, and the others, which share its memory and add what the smallest did.
+        graphs = sum(costs[:1]) + sum(costs[1:]) * (len(sizes) - 1)
+        self._release()
+        self._memory_bytes |= {"graphs": graphs, "activations": activations}
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        budget = int(total_bytes * self._config.gpu_memory_utilization)
+        left = min(budget - (free_at_start_bytes - free_bytes), free_bytes)
+        return left - graphs - activations
+
+    def _largest_step(self) -> list[int]:
+        """Query lengths of a step with as many tokens and rows as there can be."""
+        config = self._config
+        R = min(config.max_num_seqs, config.max_num_batched_tokens)
+        T = min(config.max_num_batched_tokens, R * config.max_model_len)
+        return [T // R + (row < T % R) for row in range(R)]
+
+    def _blocks_in(self, memory_bytes: int) -> int:
+        """Blocks that the memory for KV holds."""
+        config, block_bytes = self._config, self._block_bytes()
+        name, value = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
+        if value is None and self._is_cuda:
+            name, value = "gpu_memory_utilization", config.gpu_memory_utilization
+        memory_bytes = config.kv_cache_memory_bytes or memory_bytes
+        if memory_bytes < 2 * block_bytes:
+            rule = f"must leave 2 blocks of {block_bytes} bytes for KV (one is the null block)"
+            plan = ", ".join(f"{k} {v}" for k, v in self._memory_bytes.items())
+            rule += f", it leaves {memory_bytes} bytes; needed beside it: {plan}"
+            raise ConfigError(name, value, rule)
+        return memory_bytes // block_bytes
+
+    def _release(self) -> None:
+        """Let go of the KV cache and of the graphs that hold its address."""
+        self._caches = []
+        self._graphs.clear()
+        if self._is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _warm_up(self) -> None:
+        """Run short steps on the null block, so that no request pays for the kernels that every
+        step needs. On a CPU they are too short for the parallel forms of these. Triton compiles a
+        kernel anew for a number of tokens or rows that is 1, that is a multiple of 16, and that is
+        neither: a GPU sees each of them with each."""
+        config = self._config
+        longest = min(64, config.max_num_batched_tokens, config.block_size, config.max_model_len)
+        steps = [[1], [longest]]
+        if self._is_cuda:
+            rows = [[1] * 2, [1] * 16, [2] * 8, [3, 2], [2] * 16, [3] + [2] * 15]
+            fits = [lens for lens in rows if len(lens) <= config.max_num_seqs]
+            steps += [lens for lens in fits if sum(lens) <= config.max_num_batched_tokens]
+        steps += [[1] * size for size in self._graphs.sizes[:_NUM_EARLY_GRAPHS]]
+        for query_lens in steps:
+            for temperature in (0.0, 1.0):
+                inputs = SampleInputs(seed=0, temperature=temperature, num_logprobs=0)
+                self._run_empty(query_lens, inputs)
+        for cache in self._caches:
+            cache.k[0].zero_()
+            cache.v[0].zero_()
+
+    def _run_empty(self, query_lens: Sequence[int], inputs: SampleInputs | None = None) -> None:
+        """A step of new rows, of which every block is the null block."""
+        inputs = inputs or SampleInputs(seed=0)
+        R, P = len(query_lens), self._config.block_size
+        new = [NewRow(row, bytes(4 * n), 0, n, inputs) for row, n in enumerate(query_lens)]
+        blocks = [(row, [0] * -(-n // P)) for row, n in enumerate(query_lens)]
+        plan = StepPlan(0, 0, new, list(range(R)), list(query_lens), [True] * R, blocks)
+        self._next_step = 0
+        self.launch(plan).result()
+        self._next_step = 0
+
+    # ---- orders ----------------------------------------------------------------------------
+
     def carry_out(self, order: Order) -> None:
         """Do what an order says, between two steps; see `batch`.
 
         Raises: `ModelError` for weights that cannot be used, and the old ones stay
         """
         if isinstance(order, LoadWeights):
-            self._model = self._load(order.path, order.tensors)
+            self._load_weights(order)
         elif isinstance(order, Sleep):
-            self._caches = []
             if order.level == 2:
                 self._model.drop()
+            elif self._is_cuda:
+                self._model.to("cpu")
+            self._release()
         elif isinstance(order, WakeUp):
             if self._model.is_dropped:
-                self._model = self._load(self._config.model_path)
-            self._caches = self._allocate()
+                self._place(self._load(self._config.model_path, device=self._device))
+            self._model.to(self._device)
+            self._caches = self._allocate(self._num_blocks)
         elif order.directory is not None:
             self._profile_dir = order.directory
             self._profiler = torch.profiler.profile()
@@ -213,26 +326,21 @@ class ModelRunner:
                 str(Path(self._profile_dir) / f"minivllm-{os.getpid()}-{time.time_ns()}.json")
             )
 
-    def _warm_up(self) -> None:
-        """Run two short steps on the null block, so that no request pays for the kernels that every
-        step needs. They are too short for the parallel forms of these."""
-        config = self._config
-        longest = min(
-            64, config.max_num_batched_tokens, config.block_size, config.max_model_len
-        )
-        for num_tokens in (1, longest):
-            inputs = SampleInputs(seed=0, num_logprobs=0)
-            new = NewRow(0, bytes(4 * num_tokens), 0, num_tokens, inputs)
-            plan = StepPlan(0, self._next_step, [new], [0], [num_tokens], [True], [(0, [0])])
-            self.step(plan)
-        for cache in self._caches:
-            cache.k[0].zero_()
-            cache.v[0].zero_()
-        self._next_step = 0
+    def _load_weights(self, order: LoadWeights) -> None:
+        """A GPU has no room for two models, and its graphs hold the addresses of the weights: the
+        new ones are put together on the host, and copied over the old ones."""
+        model = self._load(order.path, order.tensors, device=torch.device("cpu"))
+        if not self._is_cuda:
+            self._place(model)
+            return
+        for old, new in zip(self._model.parameters(), model.parameters(), strict=True):
+            old.copy_(new)
+
+    # ---- steps -----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run one plan.
+    def launch(self, plan: StepPlan) -> Pending:
+        """Queue one plan's step on the device.
 
         Raises: `WorkerError` for a plan that is out of order
         """
@@ -240,71 +348,116 @@ class ModelRunner:
         if plan.step != self._next_step:
             raise WorkerError(f"step {plan.step} came when {self._next_step} was due")
         self._next_step += 1
-        for new in plan.new_rows:
-            self._rows.start(new)
-        for row, block_ids in plan.new_blocks:
-            self._rows.add_blocks(row, block_ids)
-
         rows = np.array(plan.rows)
         samples = np.array(plan.samples)
         query_lens = np.array(plan.query_lens)
-        batch = self._forward_batch(rows, query_lens, samples)
-        hidden = self._model(batch, self._caches)
-        failed = self._failed(hidden, batch)
-        prompt_logprobs = self._score_prompts(hidden, rows, query_lens)
+        self._await_tokens(plan, rows[samples])
+        for new in plan.new_rows:
+            self._rows.start(new)
+        changes = self._rows.add_blocks(plan.new_blocks)
 
-        sampling_rows = rows[samples]
+        size = self._graphs.size_for(query_lens)
         positions = (self._rows.num_computed[rows] + query_lens)[samples]
-        output = self._sample(hidden[batch.logits_idx], sampling_rows, positions)
-        sampled_idx = np.flatnonzero(samples).tolist()
-        failed |= {sampled_idx[row]: why for row, why in output.failed.items()}
-        token_ids = output.token_ids.numpy()
-        self._rows.token_ids[sampling_rows, positions] = token_ids
-        self._rows.num_computed[rows] += query_lens
-        return StepResult(
-            generation=plan.generation,
-            step=plan.step,
-            tokens=[[token_id] for token_id in token_ids.tolist()],
-            logprobs=_row_logprobs(output, self._rows.num_logprobs[sampling_rows]),
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
-            seconds=time.perf_counter() - start_s,
+        sampling = self._sampling_batch(rows[samples], positions)
+        staged = self._send(rows, query_lens, samples, size or len(rows), sampling, changes)
+        hidden, finite = self._forward(staged, rows, query_lens, size)
+        prompt_logprobs = self._score_prompts(hidden, rows, query_lens)
+        on_device = {name: staged[f"sample_{name}"] for name in sampling.arrays()}
+        sampling = replace(sampling, on_device=on_device)
+        output = self._sample(hidden[staged["logits_idx"]], rows[samples], sampling)
+        self._last_token_ids.index_copy_(0, staged["sampling_rows"], output.token_ids)
+        self._rows.advance(rows, query_lens, rows[samples])
+        self._latest = Pending(
+            plan,
+            self._rows,
+            output,
+            finite[: len(rows)],
+            prompt_logprobs,
+            previous=self._latest,
+            start_s=start_s,
         )
+        return self._latest
 
-    def _forward_batch(
-        self, rows: np.ndarray, query_lens: np.ndarray, samples: np.ndarray
-    ) -> ForwardBatch:
-        """The step's rows, flattened: row i contributes `query_lens[i]` tokens."""
-        P = self._config.block_size
-        ends = np.cumsum(query_lens)
-        T = int(ends[-1])
-        context_lens = self._rows.num_computed[rows]
-        kv_lens = context_lens + query_lens
-        row_of_token = np.repeat(rows, query_lens)
-        # [0 1 2 | 0 | 0 1] + where each row's computed tokens end
-        positions = np.arange(T) + np.repeat(context_lens - (ends - query_lens), query_lens)
-        blocks = self._rows.block_table[row_of_token, positions // P].astype(np.int64)
-        max_blocks = -(-int(kv_lens.max()) // P)
-        return ForwardBatch(
-            token_ids=torch.from_numpy(self._rows.token_ids[row_of_token, positions]),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(blocks * P + positions % P),
-            query_starts=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-            kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
-            block_tables=torch.from_numpy(self._rows.block_table[rows, :max_blocks]),
-            logits_idx=torch.from_numpy(ends[samples] - 1),
+    def _await_tokens(self, plan: StepPlan, sampling_rows: np.ndarray) -> None:
+        """See to it that the host knows the tokens that it needs for this step."""
+        table = self._rows
+        restarted = [new.row for new in plan.new_rows]
+        adjusted = sampling_rows[table.is_adjusted[sampling_rows]]
+        if self._latest is not None and (
+            table.num_awaited[restarted].any() or table.num_awaited[adjusted].any()
+        ):
+            self._latest.result()
+
+    def _send(
+        self,
+        rows: np.ndarray,
+        query_lens: np.ndarray,
+        samples: np.ndarray,
+        num_rows: int,
+        sampling: SamplingBatch,
+        changes: np.ndarray,
+    ) -> dict[str, torch.Tensor]:
+        """All that the step needs on the device, padded with null rows to `num_rows`."""
+        table = self._rows
+        padding = num_rows - len(rows)
+        arrays = table.flatten(
+            np.append(rows, np.full(padding, table.null_row)),
+            np.append(query_lens, np.full(padding, query_lens[0])),
         )
+        arrays["logits_idx"] = (np.cumsum(query_lens) - 1)[samples]
+        arrays["sampling_rows"] = rows[samples]
+        arrays |= {f"sample_{name}": array for name, array in sampling.arrays().items()}
+        while len(changes) > self._max_changes:  # rows whose long prefix was in the cache
+            self._change_tables(upload(changes[: self._max_changes], self._device))
+            changes = changes[self._max_changes :]
+        arrays["changes"] = changes
+        staged = self._staging.send(arrays)
+        self._change_tables(staged["changes"])
+        return staged
 
-    def _failed(self, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, str]:
-        """The rows whose last hidden state is not finite. What is wrong with an earlier token of a
-        row shows in its last one, which attends to it."""
-        last = hidden[batch.query_starts[1:].long() - 1]
-        finite = torch.isfinite(last).all(dim=1)
-        return dict.fromkeys(torch.nonzero(~finite).flatten().tolist(), NOT_FINITE)
+    def _change_tables(self, changes: torch.Tensor) -> None:
+        """Shapes: changes [U, 2] int64; see `RowTable.add_blocks`"""
+        if len(changes):
+            places, block_ids = changes.unbind(1)
+            self._block_tables.view(-1).index_copy_(0, places, block_ids.int())
+
+    def _forward(
+        self,
+        staged: Mapping[str, torch.Tensor],
+        rows: np.ndarray,
+        query_lens: np.ndarray,
+        size: int | None,
+    ) -> Forwarded:
+        """The forward pass of what was staged, by the graph for `size` rows if there is one."""
+        width = self._block_tables.shape[1]
+        if size is None:
+            longest = int((self._rows.num_computed[rows] + query_lens).max())
+            blocks = -(-longest // self._config.block_size)
+            width = min(width, blocks + -blocks % _WIDTH)
+
+        def run() -> Forwarded:
+            batch = ForwardBatch(
+                token_ids=decode_token_ids(staged["token_ids"], self._last_token_ids),
+                positions=staged["positions"],
+                slots=staged["slots"],
+                query_starts=staged["query_starts"],
+                kv_lens=staged["kv_lens"],
+                block_tables=self._block_tables[:, :width].index_select(0, staged["row_ids"]),
+                logits_idx=staged["logits_idx"],
+            )
+            hidden = self._compute_hidden(batch, self._caches)
+            # What is wrong with an earlier token of a row shows in its last one, which attends to
+            # it.
+            last = hidden[batch.query_starts[1:].long() - 1]
+            return Forwarded(hidden, torch.isfinite(last).all(dim=1))
+
+        if size is None:
+            return run()
+        return self._graphs.run(size, {name: staged[name] for name in FORWARD_ARRAYS}, run)
 
     def _score_prompts(
         self, hidden: torch.Tensor, rows: np.ndarray, query_lens: np.ndarray
-    ) -> list[tuple[int, list[RowLogprobs]]]:
+    ) -> list[tuple[int, list[Logprobs]]]:
         """Log-probabilities of prompt tokens, for the rows that asked. The logits of position p
         score the token after it; a few positions at a time, so that the memory is bounded."""
         known = self._rows
@@ -316,27 +469,26 @@ class ModelRunner:
             first = int(known.num_scored[row])
             last = min(num_computed + int(query_lens[idx]), int(known.prompt_len[row]) - 1)
             count = known.inputs[row].num_prompt_logprobs
-            found: list[RowLogprobs] = []
+            found: list[Logprobs] = []
             for start in range(first, last + 1, LOGPROB_ROWS):
                 targets = known.token_ids[row, start : min(start + LOGPROB_ROWS, last + 1)]
                 offset = end - int(query_lens[idx]) + start - 1 - num_computed
-                logprobs = gather_logprobs(
-                    self._model.compute_logits(hidden[offset : offset + len(targets)]),
-                    torch.from_numpy(targets).to(hidden.device),
-                    np.full(len(targets), count),
-                    normalized=self._logprobs_mode.normalized,
+                found.append(
+                    gather_logprobs(
+                        self._model.compute_logits(hidden[offset : offset + len(targets)]),
+                        upload(targets, self._device),
+                        np.full(len(targets), count),
+                        normalized=self._logprobs_mode.normalized,
+                    )
                 )
-                found += _as_rows(logprobs)
             if found:
-                known.num_scored[row] += len(found)
+                known.num_scored[row] = last + 1
                 scored.append((idx, found))
         return scored
 
-    def _sample(
-        self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray
-    ) -> SampleOutput:
+    def _sampling_batch(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
         known = self._rows
-        batch = SamplingBatch(
+        return SamplingBatch(
             temperature=known.temperature[rows],
             top_k=known.top_k[rows],
             top_p=known.top_p[rows],
@@ -346,45 +498,18 @@ class ModelRunner:
             positions=positions,
             num_logprobs=known.num_logprobs[rows],
         )
+
+    def _sample(self, hidden: torch.Tensor, rows: np.ndarray, batch: SamplingBatch) -> SampleOutput:
+        known = self._rows
         adjusted = [
-            AdjustedRow(idx, known.inputs[rows[idx]], known.token_ids[rows[idx], : positions[idx]])
+            AdjustedRow(
+                idx, known.inputs[rows[idx]], known.token_ids[rows[idx], : batch.positions[idx]]
+            )
             for idx in np.flatnonzero(known.is_adjusted[rows]).tolist()
         ]
         logits = self._model.compute_logits(hidden)
         return sample(logits, batch, adjusted, self._logprobs_mode)
 
 
-def _row_logprobs(output: SampleOutput, num_logprobs: np.ndarray) -> list[RowLogprobs | None]:
-    """Per sampling row what it asked for; empty when none asked."""
-    if output.logprobs is None:
-        return []
-    per_row: list[RowLogprobs | None] = [None] * len(num_logprobs)
-    for row, found in zip(output.logprobs.rows.tolist(), _as_rows(output.logprobs), strict=True):
-        count = 1 + int(num_logprobs[row])
-        per_row[row] = RowLogprobs(found.token_ids[:count], found.logprobs[:count], found.rank)
-    return per_row
-
-
-def _as_rows(found: Logprobs) -> list[RowLogprobs]:
-    columns = (found.token_ids.tolist(), found.logprobs.tolist(), found.ranks.tolist())
-    return [RowLogprobs(*row) for row in zip(*columns, strict=True)]
-
-
-def _num_blocks(config: WorkerConfig, block_bytes: int) -> int:
-    """Blocks that the memory for KV holds."""
-    memory_bytes = config.kv_cache_memory_bytes or available_bytes() // 4
-    num_blocks = memory_bytes // block_bytes
-    if num_blocks < 2:
-        rule = f"must hold 2 blocks of {block_bytes} bytes (one is the null block)"
-        raise ConfigError("kv_cache_memory_bytes", memory_bytes, rule)
-    return num_blocks
-
-
-def available_bytes() -> int:
-    """Memory that new allocations can take without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def _no_capture(_run: Callable[[], Forwarded]) -> Captured:
+    raise AssertionError("a ladder without sizes records nothing")

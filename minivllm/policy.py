@@ -74,11 +74,36 @@ class WaitingQueue:
     """Requests to be admitted: suspects of a worker's death first, then by rank, then by age.
 
     A request that ends stays in the heap until it comes up or the ended are too many; one that is
-    demoted keeps its place, which is too early, until it comes up.
+    demoted keeps its place, which is too early, until it comes up. While the queue is shut, new
+    requests are held at its door.
     """
 
     def __init__(self) -> None:
+        self.is_shut = False
         self._heap: list[tuple[bool, bool, int, int, Request]] = []
+        self._held: dict[Request, None] = {}
+
+    def arrive(self, request: Request) -> None:
+        """Add a new request, or hold it."""
+        if self.is_shut:
+            self._held[request] = None
+        else:
+            self.push(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request is held at the door."""
+        return request in self._held
+
+    def shut(self) -> None:
+        """Hold what arrives from here on."""
+        self.is_shut = True
+
+    def open(self) -> None:
+        """Let in what was held."""
+        self.is_shut = False
+        for request in self._held:
+            self.push(request)
+        self._held.clear()
 
     def push(self, request: Request) -> None:
         """Add a request."""
@@ -88,12 +113,13 @@ class WaitingQueue:
         return not request.suspect, request.stats.demoted, request.due, request.number, request
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Start over with these."""
-        self._heap = [self._entry(request) for request in requests]
+        """Start over with these, but for those that are held."""
+        self._heap = [self._entry(request) for request in requests if request not in self._held]
         heapq.heapify(self._heap)
 
-    def prune(self, num_alive: int) -> None:
-        """Forget the ended ones if most are: at most `num_alive` are not."""
+    def leave(self, request: Request, num_alive: int) -> None:
+        """A request has ended; forget all that have if most have: at most `num_alive` have not."""
+        self._held.pop(request, None)
         if len(self._heap) > 2 * num_alive + 64:
             self.reset([entry[-1] for entry in self._heap if not entry[-1].finished])
 

@@ -165,6 +165,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
+        if not self.messages:
+            raise RequestError("messages", self.messages, "must have at least one message")
         refuse_tools(self.tools, self.tool_choice)
         self.num_choices(1)
         if self.top_logprobs is not None and not self.logprobs:

@@ -548,12 +548,14 @@ class OutputStream:
     """The answers to one prompt, as their caller looks at them."""
 
     def __init__(self, request_id: str, requests: Sequence[Request]) -> None:
-        params = requests[0].params
+        first, params = requests[0], requests[0].params
         self._request_id = request_id
         self._requests = requests
         self._kind = params.output_kind
         self._interval = params.stream_interval or 1
         self._num_shown = [(0, 0)] * len(requests)  # characters and tokens, of each
+        # Made once: a look per token must not cost a prompt's length.
+        self._prompt_token_ids = first.tokens[: first.prompt_len].tolist()
         self._prompt_logprobs: Logprobs | None = None
         self._num_looks = 0
         self._open = set(range(len(requests)))  # whose end has not been shown
@@ -581,7 +583,7 @@ class OutputStream:
         return RequestOutput(
             request_id=self._request_id,
             prompt=first.prompt,
-            prompt_token_ids=first.tokens[: first.prompt_len].tolist(),
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=None if is_delta and self._num_looks > 1 else self._prompt_logprobs,
             outputs=outputs,
             finished=finished,

@@ -38,6 +38,8 @@ from minivllm.routes import OpenAIRoutes, described, parameter, read, reply
 logger = logging.getLogger("minivllm")
 
 _LOGPROBS = "message.output_text.logprobs"
+_Key = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[str, Meta(max_length=512)]
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -75,8 +77,9 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     timeout_s: float | None = None
     ttft_target_s: float | None = None
-    user: Any = None
-    metadata: Any = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] | None = None
+    """Comes back with the response, as does `user`."""
     service_tier: Any = None
     safety_identifier: Any = None
 
@@ -393,6 +396,7 @@ class _Run:
         """Say in the body that it failed; the event that tells of it."""
         _, described_error = describe(error, self.id)
         message = described_error["error"]["message"]
+        self.held.messages = []
         self.held.body["status"] = "failed"
         self.held.body["error"] = {"code": "server_error", "message": message}
         return [self._event("response.failed", response=self.held.body)]

@@ -38,6 +38,7 @@ import torch  # before numba, which then shares torch's OpenMP runtime
 from numba import njit, prange
 
 from minivllm.batch import SampleInputs
+from minivllm.device import upload
 
 # Rows whose log-probabilities are held at once: 16 rows of 150,000 floats are 10 MB.
 LOGPROB_ROWS = 16
@@ -61,10 +62,24 @@ class SamplingBatch:
     children: np.ndarray  # [S] int64; index among the samples of one request
     positions: np.ndarray  # [S] int64; index in its sequence of the token to sample
     num_logprobs: np.ndarray  # [S] int64; -1: none, k: the sampled token's and the k likeliest
+    on_device: Mapping[str, torch.Tensor] | None = None  # the same, where they are there too
 
     def take(self, rows: np.ndarray) -> SamplingBatch:
         """The batch of these rows alone."""
-        return SamplingBatch(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return SamplingBatch(**{name: x[rows] for name, x in self.arrays().items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays by their names."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "on_device"}
+
+    def column(self, name: str, device: torch.device) -> torch.Tensor:
+        """The array of that name on `device`.
+
+        Shapes: out [S, 1]
+        """
+        if self.on_device is not None:
+            return self.on_device[name].unsqueeze(-1)
+        return upload(getattr(self, name), device).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +97,25 @@ class SampleOutput:
     """The tokens of one step."""
 
     token_ids: torch.Tensor  # [S] int64; 0 where failed
-    failed: dict[int, str]  # row -> why it has no token
+    status: torch.Tensor  # [S] int8, an index into WHY; 0: sampled
+    raised: dict[int, str]  # row -> what its logits processor raised
     logprobs: Logprobs | None  # None: no row asked
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Row -> why it has no token. Waits for the device."""
+        return failures(self.status) | self.raised
+
+
+def failures(status: torch.Tensor) -> dict[int, str]:
+    """Row -> why it has no token.
+
+    Shapes: status [S] int8
+
+    >>> failures(torch.tensor([0, 2]))
+    {1: "the request's bans leave no token to sample"}
+    """
+    return {row: WHY[code] for row, code in enumerate(status.tolist()) if code}
 
 
 class AdjustedRow(NamedTuple):
@@ -117,15 +149,17 @@ def sample(
 
     Shapes: logits [S, V] float32 contiguous
     """
-    adjusted, failed = adjust(logits, adjusted_rows)
+    adjusted, raised = adjust(logits, adjusted_rows)
     processed = reshape(adjusted, batch)
     best, token_ids = add_noise(processed, batch).max(dim=-1)
     # No stage hides a NaN or +inf, and the maximum of a row is NaN if anything in it is.
-    for row in torch.nonzero(~best.isfinite()).flatten().tolist():
-        is_banned = best[row] == -torch.inf and logits[row].amax().isfinite()
-        failed.setdefault(row, NOTHING_LEFT if is_banned else NOT_FINITE)
-    if failed:
-        token_ids = token_ids.index_fill(0, torch.tensor(list(failed), device=token_ids.device), 0)
+    status = (~best.isfinite()).to(torch.int8) * WHY.index(NOT_FINITE)
+    if adjusted_rows:
+        is_banned = (best == -torch.inf) & logits.amax(-1).isfinite()
+        status.masked_fill_(is_banned, WHY.index(NOTHING_LEFT))
+    token_ids = token_ids.masked_fill(status > 0, 0)
+    if raised:
+        token_ids = token_ids.index_fill(0, upload(np.array(list(raised)), logits.device), 0)
     logprobs = None
     if batch.num_logprobs.max(initial=-1) >= 0:
         listed = {r.row: r.inputs.logprob_token_ids for r in adjusted_rows}
@@ -136,11 +170,12 @@ def sample(
             listed=listed,
             normalized=mode.normalized,
         )
-    return SampleOutput(token_ids=token_ids, failed=failed, logprobs=logprobs)
+    return SampleOutput(token_ids=token_ids, status=status, raised=raised, logprobs=logprobs)
 
 
 NOT_FINITE = "the model's numbers were not finite"
 NOTHING_LEFT = "the request's bans leave no token to sample"
+WHY = ("", NOT_FINITE, NOTHING_LEFT)
 
 
 # ---------------------------------------------------------------------------------- adjustments
@@ -211,15 +246,13 @@ def penalize(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) 
     """Repetition penalty on what is in prompt or output (Keskar et al., arXiv 1909.05858), then
     frequency and presence penalties on what is in the output."""
     if inputs.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(token_ids)).to(logits.device)
+        seen = upload(np.unique(token_ids), logits.device)
         old, factor = logits[seen], inputs.repetition_penalty
         logits[seen] = torch.where(old > 0, old / factor, old * factor)
     if inputs.frequency_penalty or inputs.presence_penalty:
         ids, counts = np.unique(token_ids[inputs.prompt_len :], return_counts=True)
         penalty = inputs.frequency_penalty * counts + inputs.presence_penalty
-        logits[torch.from_numpy(ids)] -= torch.from_numpy(penalty.astype(np.float32)).to(
-            logits.device
-        )
+        logits[upload(ids, logits.device)] -= upload(penalty.astype(np.float32), logits.device)
 
 
 def close_thoughts(logits: torch.Tensor, inputs: SampleInputs, token_ids: np.ndarray) -> None:
@@ -298,7 +331,7 @@ def _for_rows(uses: Callable[[SamplingBatch], np.ndarray]) -> Callable[[Stage], 
             if used.all():
                 return stage(logits, batch)
             rows = np.flatnonzero(used)
-            idx = torch.from_numpy(rows).to(logits.device)
+            idx = upload(rows, logits.device)
             return logits.index_copy(0, idx, stage(logits[idx], batch.take(rows)))
 
         return on_rows
@@ -332,7 +365,7 @@ def temperature(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     Shapes: logits [S, V]; out [S, V]
     """
-    return (logits - logits.amax(-1, keepdim=True)) / _column(batch.temperature, logits)
+    return (logits - logits.amax(-1, keepdim=True)) / batch.column("temperature", logits.device)
 
 
 @_for_rows(lambda batch: batch.min_p > 0)
@@ -343,7 +376,8 @@ def min_p(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     # p >= min_p * p_max, by its logarithm: no softmax is needed.
     best = logits.amax(-1, keepdim=True)
-    return logits.masked_fill(logits < best + _column(batch.min_p, logits).log(), -torch.inf)
+    cut = best + batch.column("min_p", logits.device).log()
+    return logits.masked_fill(logits < cut, -torch.inf)
 
 
 @_for_rows(lambda batch: batch.top_k > 0)
@@ -354,7 +388,7 @@ def top_k(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     k = np.minimum(batch.top_k, logits.shape[-1])
     largest = logits.topk(int(k.max())).values
-    cut = largest.gather(-1, _column(k, logits) - 1)
+    cut = largest.gather(-1, upload(k, logits.device).unsqueeze(-1) - 1)
     return logits.masked_fill(logits < cut, -torch.inf)
 
 
@@ -368,16 +402,12 @@ def top_p(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     falling = _sorted_falling(probs)
     # Of 0.5, 0.3, 0.2 the set for top_p 0.6 ends at index 1, the number of sums that stay below
     # it. Rounding can leave even the last sum below a top_p near 1: then every token stays.
-    last = (falling.cumsum(-1) < _column(batch.top_p, logits)).sum(-1, keepdim=True)
+    last = (falling.cumsum(-1) < batch.column("top_p", logits.device)).sum(-1, keepdim=True)
     cut = falling.gather(-1, last.clamp(max=logits.shape[-1] - 1))
     return logits.masked_fill(probs < cut, -torch.inf)
 
 
 STAGES: tuple[Stage, ...] = (temperature, min_p, top_k, top_p)
-
-
-def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(like.device).unsqueeze(-1)
 
 
 def _sorted_falling(x: torch.Tensor) -> torch.Tensor:
@@ -408,13 +438,13 @@ def gather_logprobs(
     num_likeliest = np.minimum(num_logprobs[rows], logits.shape[-1])
     shape = (len(rows), 1 + int(num_likeliest.max()))
     out = Logprobs(
-        rows=torch.from_numpy(rows).to(logits.device),
+        rows=upload(rows, logits.device),
         token_ids=token_ids.new_zeros(shape),
         logprobs=logits.new_full(shape, -torch.inf),
         ranks=token_ids.new_empty(len(rows)),
     )
     for k, members in _equal_groups(num_likeliest, LOGPROB_ROWS):
-        n = torch.from_numpy(members).to(logits.device)
+        n = upload(members, logits.device)
         logprobs = logits[out.rows[n]]
         if normalized:
             logprobs = logprobs.log_softmax(-1)
@@ -472,27 +502,29 @@ def add_gumbel(logits: torch.Tensor, batch: SamplingBatch, purpose: Purpose) -> 
 
 def add_gumbel_torch(logits: torch.Tensor, batch: SamplingBatch, purpose: Purpose) -> torch.Tensor:
     """`add_gumbel`, written for reading."""
-    u = philox_uniform_torch(batch, logits.shape[-1], purpose).to(logits.device)
+    u = philox_uniform_torch(batch, logits.shape[-1], purpose, logits.device)
     return logits - u.log().neg().log().to(logits.dtype)
 
 
-def philox_uniform_torch(batch: SamplingBatch, vocab_size: int, purpose: Purpose) -> torch.Tensor:
+def philox_uniform_torch(
+    batch: SamplingBatch, vocab_size: int, purpose: Purpose, device: torch.device
+) -> torch.Tensor:
     """A number in (0, 1) for each row and token.
 
     Shapes: out [S, V] float64
     """
-    seeds = torch.from_numpy(batch.seeds)
-    positions = torch.from_numpy(batch.positions)
-    children = torch.from_numpy(batch.children)
-    block = torch.arange((vocab_size + 3) // 4)
-    key = torch.stack((seeds & _MASK, seeds >> 32 & _MASK), dim=-1)
+    seeds = batch.column("seeds", device)
+    positions = batch.column("positions", device)
+    children = batch.column("children", device)
+    block = torch.arange((vocab_size + 3) // 4, device=device)
+    key = torch.stack((seeds & _MASK, seeds >> 32 & _MASK), dim=-1)  # [S, 1, 2]
     counter = torch.stack(
         torch.broadcast_tensors(
-            block, positions[:, None], children[:, None], torch.tensor(int(purpose))
+            block, positions, children, torch.full_like(positions, int(purpose))
         ),
         dim=-1,
     )
-    words = philox_torch(counter, key[:, None]).flatten(1)[:, :vocab_size]
+    words = philox_torch(counter, key).flatten(1)[:, :vocab_size]
     return (words.double() + 0.5) * 2.0**-32
 
 

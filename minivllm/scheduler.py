@@ -135,7 +135,7 @@ class Scheduler:
         self.generation = 0
         self.in_flight: deque[_InFlight] = deque()
         self.running: list[Request] = []
-        self._waiting = WaitingQueue()
+        self.waiting = WaitingQueue()
         self._deadlines = Deadlines(clock, self._shortest_s)
         self._parked: dict[bytes, list[Request]] = {}
         self._requests: dict[str, Request] = {}  # every request that has not ended
@@ -160,7 +160,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, parked ones included."""
+        """Requests that wait, parked and held ones included."""
         return len(self._requests) - len(self.running)
 
     @property
@@ -194,8 +194,12 @@ class Scheduler:
         self._num_unanswered_tokens += request.prompt_len
         self.blocks.open(request, request.tokens, request.cache_salt)
         self._aging.arrive(request)
-        self._enqueue(request)
+        self.waiting.arrive(request)
         self._deadlines.add(request)
+
+    def admitted(self) -> list[Request]:
+        """The unfinished requests that are not held at the door."""
+        return [r for r in self._requests.values() if not self.waiting.holds(r)]
 
     def finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
         """The one end of a request, in any state. Its blocks are freed now, or, while a plan in
@@ -210,7 +214,7 @@ class Scheduler:
         self._suspects.discard(request)
         self._answered(request)
         del self._requests[request.id]
-        self._waiting.prune(self.num_waiting)
+        self.waiting.leave(request, self.num_waiting)
         self._deadlines.prune(len(self._requests))
         if not _is_in_flight(request):
             self._forget(request)
@@ -226,7 +230,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        self._waiting.push(request)
+        self.waiting.push(request)
 
     def _unpark(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -414,17 +418,20 @@ class Scheduler:
         return recompute_cost(num_lost, num_freed, num_needed, request.stats.num_preemptions)
 
     def _preempt(self, request: Request) -> None:
+        request.stats.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self._set_aside(request)
+
+    def _set_aside(self, request: Request) -> None:
         self._stop_running(request)
         self._aging.wait(request)
         self._unpark(self.blocks.release(request))
         request.num_computed = request.num_scheduled = 0
-        request.stats.num_preemptions += 1
-        self.stats.num_preemptions += 1
         self._enqueue(request)
 
     def _head(self) -> Request | None:
         """The waiting request to be admitted next; while suspects are tried, one of them."""
-        head = self._waiting.head()
+        head = self.waiting.head()
         return None if head is None or self._is_paused(head) else head
 
     def _admit(self, step: _Step, head: Request, unserved: deque[Request]) -> bool:
@@ -435,7 +442,7 @@ class Scheduler:
         num_hit = self.blocks.match(head, num_readable)
         key = self.blocks.claimed_key(head, num_hit, num_readable)
         if key is not None and not self._is_slower(self.blocks.claimant(key), head):
-            self._waiting.pop()
+            self.waiting.pop()
             self._parked.setdefault(key, []).append(head)
             return True
         num_cached = num_hit * self.config.block_size
@@ -447,7 +454,7 @@ class Scheduler:
         step.held.update(victims)
         if any(_is_in_flight(victim) for victim in victims):
             return False
-        self._waiting.pop()
+        self.waiting.pop()
         for victim in victims:
             self._preempt(victim)
             self.stats.num_evictions += 1
@@ -593,12 +600,13 @@ class Scheduler:
         self._quarantine_size = max(1, len(stuck) // 2)
         return [r for r in stuck if r.strikes >= MAX_STRIKES]
 
-    def preempt_all(self) -> None:
+    def set_all_aside(self) -> None:
         """Take the blocks of every running request, as its KV is about to go; nothing may be in
-        flight. They wait in their old places."""
-        assert not self.in_flight, "preempt_all() with a plan in flight"
+        flight. They wait in their old places. No memory was short, so it counts as no preemption.
+        """
+        assert not self.in_flight, "set_all_aside() with a plan in flight"
         for request in list(self.running):
-            self._preempt(request)
+            self._set_aside(request)
 
     def raise_epoch(self) -> None:
         """The weights have changed: see `BlockManager.raise_epoch`."""
@@ -627,7 +635,7 @@ class Scheduler:
         self.blocks.reset_pool(num_blocks)
         for request in self._requests.values():
             request.num_seen = len(request.tokens)
-        self._waiting.reset(self._requests.values())
+        self.waiting.reset(self._requests.values())
 
 
 def _is_in_flight(request: Request) -> bool:

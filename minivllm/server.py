@@ -191,10 +191,9 @@ class _Server(uvicorn.Server):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, with a limit to a request's head, errors in our form, and ends for all.
 
-    uvicorn tells only the last of pipelined requests that the client has left.
+    uvicorn tells only the last of pipelined requests that the client has left, and has a limit for
+    heads that this parser does not look at.
     """
-
-    max_head_bytes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -205,8 +204,9 @@ class _Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._head_bytes is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
-                self.send_400_response(f"a head can have {self.max_head_bytes} bytes")
+            limit = self.config.h11_max_incomplete_event_size
+            if limit and self._head_bytes > limit and not self.transport.is_closing():
+                self.send_400_response(f"a head can have {limit} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -239,7 +239,8 @@ class _Protocol(HttpToolsProtocol):
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     made = uvicorn.Config(
         app,
-        http=type("_Protocol", (_Protocol,), {"max_head_bytes": config.max_header_bytes}),
+        http=_Protocol,
+        h11_max_incomplete_event_size=config.max_header_bytes,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -12,6 +12,7 @@ Invariant: an exception in a step ends the worker, never the host. What a step d
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import queue
 import socket
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,6 +43,7 @@ from minivllm.channel import Calls, Deliver, FrameReader, Mailbox
 from minivllm.config import WorkerConfig
 from minivllm.errors import CorruptFileError, MinivllmError, WorkerError, to_wire
 from minivllm.model_runner import ModelRunner
+from minivllm.pending import Pending
 
 
 def main(fd: int, parent_pid: int, start_s: float) -> None:
@@ -53,21 +56,62 @@ def main(fd: int, parent_pid: int, start_s: float) -> None:
         ready = runner.ready(start.generation)
         ready.phase_s["total"] = time.perf_counter() - start_s
         mailbox.send(ready)
-        while not isinstance(message := mailbox.receive(), Stop):
-            mailbox.send(_run(runner, message))
+        _serve(runner, mailbox.receive, mailbox.post, mailbox.send)
     except Exception as error:  # noqa: BLE001 (whatever it is, the host is told)
         traceback.print_exc()
         mailbox.send(Failed(*to_wire(error)))
         sys.exit(1)
 
 
-def _run(runner: ModelRunner, message: HostMessage) -> StepResult | Done:
-    """Run a plan or an order. An order that fails as foreseen leaves the runner as it was."""
-    if isinstance(message, StepPlan):
-        return runner.step(message)
-    assert isinstance(message, Order), f"{message!r} is neither a plan nor an order"
+def _serve(
+    runner: ModelRunner,
+    receive: Callable[[], Any],
+    post: Callable[[Pending], None],
+    tell: Callable[[StepResult | Done], None],
+) -> None:
+    """Answer plans and orders, in their order, until told to stop.
+
+    A thread waits for the device and posts each step that is done to where plans come in, so that
+    a plan is launched as soon as it comes, while the step before it runs.
+    """
+    in_flight: collections.deque[Pending] = collections.deque()
+    launched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+    watcher = threading.Thread(target=_watch, args=(launched, post), daemon=True)
+    watcher.start()
     try:
-        runner.carry_out(message)
+        while not isinstance(message := receive(), Stop):
+            if isinstance(message, StepPlan):
+                pending = runner.launch(message)
+                if pending.must_wait:
+                    in_flight.append(pending)
+                    launched.put(pending)
+                else:
+                    tell(pending.result())
+            elif isinstance(message, Pending):
+                if message in in_flight:  # an order did not wait for the watcher
+                    tell(in_flight.popleft().result())
+            else:
+                while in_flight:
+                    tell(in_flight.popleft().result())
+                tell(_carry_out(runner, message))
+    finally:
+        launched.put(None)
+        watcher.join()
+
+
+def _watch(launched: queue.SimpleQueue[Pending | None], post: Callable[[Pending], None]) -> None:
+    while (pending := launched.get()) is not None:
+        try:
+            pending.wait()
+        finally:
+            post(pending)  # after an error too: who asks for the result gets the error
+
+
+def _carry_out(runner: ModelRunner, order: Order) -> Done:
+    """An order that fails as foreseen leaves the runner as it was."""
+    assert isinstance(order, Order), f"{order!r} is neither a plan nor an order"
+    try:
+        runner.carry_out(order)
     except MinivllmError as error:
         return Done(to_wire(error))
     return Done(None)
@@ -77,7 +121,7 @@ class InlineExecutor:
     """The model on a thread of this process; see `channel.Executor`."""
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[HostMessage] | None = None
+        self._inbox: queue.SimpleQueue[HostMessage | Pending] | None = None
         self._thread: threading.Thread | None = None
         self._calls = Calls()
 
@@ -127,7 +171,7 @@ class InlineExecutor:
 
 
 def _run_inline(
-    inbox: queue.SimpleQueue[HostMessage],
+    inbox: queue.SimpleQueue[HostMessage | Pending],
     generation: int,
     config: WorkerConfig,
     loop: asyncio.AbstractEventLoop,
@@ -148,13 +192,10 @@ def _run_inline(
     loaded = runner.ready(generation)
     loaded.phase_s["total"] = time.perf_counter() - start_s
     loop.call_soon_threadsafe(_set_result, ready, loaded)
-    while not isinstance(message := inbox.get(), Stop):
-        try:
-            answer = _run(runner, message)
-        except Exception:  # noqa: BLE001 (whatever it is, the host is told)
-            tell(WorkerError(f"the inline worker failed:\n{traceback.format_exc()}"))
-            return
-        tell(answer)
+    try:
+        _serve(runner, inbox.get, inbox.put, tell)
+    except Exception:  # noqa: BLE001 (whatever it is, the host is told)
+        tell(WorkerError(f"the inline worker failed:\n{traceback.format_exc()}"))
 
 
 def _set_result(future: asyncio.Future[Ready], value: Ready) -> None:
@@ -188,7 +229,7 @@ def replay(file: Path) -> tuple[int, int]:
         elif runner is None:
             break
         elif isinstance(message, StepPlan):
-            results[message.step] = runner.step(message)
+            results[message.step] = runner.launch(message).result()
         elif isinstance(message, LoadWeights):
             runner.carry_out(message)
         else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
+import unittest.mock
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from fakes import FakeExecutor
 from minivllm.config import EngineConfig, ServerConfig
 from minivllm.engine import AsyncEngine
 from minivllm.server import _bound, _Server, _uvicorn_config, create_app
+from minivllm.tokenizer import Tokenizer
 
 
 @contextlib.asynccontextmanager
@@ -69,6 +72,16 @@ def read_event(line: str) -> Any:
     return data if data == "[DONE]" else json.loads(data)
 
 
+_read_once = functools.cache(Tokenizer.from_dir)
+
+
+@contextlib.asynccontextmanager
+async def _tokenizer_of_all() -> AsyncIterator[None]:
+    """A tokenizer does not change once built, and to build one takes most of a start."""
+    with unittest.mock.patch.object(Tokenizer, "from_dir", _read_once):
+        yield
+
+
 @contextlib.asynccontextmanager
 async def served(
     model_dir: Path,
@@ -79,6 +92,7 @@ async def served(
     executor = executor or FakeExecutor()
     settings = EngineConfig(model=str(model_dir), **engine_config)
     async with (
+        _tokenizer_of_all(),
         AsyncEngine(settings, executor=executor) as engine,
         listening(engine, config) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as client,

@@ -43,6 +43,13 @@ CONFIG = WorkerConfig(
     kv_cache_memory_bytes=None,
     num_blocks=100,
     logprobs_mode="raw_logprobs",
+    device="cpu",
+    load_format="auto",
+    gpu_memory_utilization=0.92,
+    kv_cache_dtype="auto",
+    enforce_eager=False,
+    cudagraph_capture_sizes=(1, 2),
+    torch_compile=False,
 )
 INPUTS = SampleInputs(
     seed=2**64 - 1,

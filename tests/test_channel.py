@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -19,6 +21,7 @@ from minivllm import channel, errors
 from minivllm.batch import (
     Beat,
     Failed,
+    LoadWeights,
     NewRow,
     Ready,
     SampleInputs,
@@ -42,6 +45,13 @@ CONFIG = WorkerConfig(
     kv_cache_memory_bytes=None,
     num_blocks=None,
     logprobs_mode="raw_logprobs",
+    device="cpu",
+    load_format="auto",
+    gpu_memory_utilization=0.92,
+    kv_cache_dtype="auto",
+    enforce_eager=False,
+    cudagraph_capture_sizes=(1, 2),
+    torch_compile=False,
 )
 READY = Ready(0, 10, 100, {}, {})
 WAIT_S = 30.0  # long enough for any machine; only a failing test waits so long
@@ -131,6 +141,18 @@ while isinstance(plan := mailbox.receive(), StepPlan):
 """
 
 
+HANGS = """
+from minivllm.batch import LoadWeights, Ready, StepResult
+from minivllm.channel import Mailbox
+mailbox = Mailbox(sock, parent_pid)
+mailbox.receive()
+mailbox.send(Ready(0, 10, 100, {}, {}))
+if not isinstance(mailbox.receive(), LoadWeights):
+    mailbox.send(StepResult(0, 0, [], [], [], {}, 0.0))
+live_on()
+"""
+
+
 def sends(*messages: WorkerMessage) -> str:
     return f"sock.sendall({b''.join(map(frame, messages))!r})\n"
 
@@ -148,9 +170,11 @@ def run_worker(code: str, fd: int, parent_pid: int) -> subprocess.Popen[bytes]:
 class Host:
     """A `ProcessExecutor` whose worker runs `code`, and what it delivers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lease_s: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lease_s: float, step_timeout_s: float
+    ) -> None:
         self._monkeypatch = monkeypatch
-        self.executor = ProcessExecutor(lease_s=lease_s)
+        self.executor = ProcessExecutor(lease_s=lease_s, step_timeout_s=step_timeout_s)
         self.delivered: asyncio.Queue[StepResult | errors.WorkerError] = asyncio.Queue()
 
     async def start(self, code: str, *, generation: int = 0, busy_s: int = 0) -> Ready:
@@ -175,9 +199,9 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def hosting(
-    monkeypatch: pytest.MonkeyPatch, *, lease_s: float = 60.0
+    monkeypatch: pytest.MonkeyPatch, *, lease_s: float = 60.0, step_timeout_s: float = 60.0
 ) -> AsyncIterator[Host]:
-    host = Host(monkeypatch, lease_s)
+    host = Host(monkeypatch, lease_s, step_timeout_s)
     try:
         yield host
     finally:
@@ -319,6 +343,36 @@ async def test_a_busy_worker_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) ->
         assert (await host.next()).step == 0
 
 
+async def test_a_step_that_never_ends_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that beats but does not get on with its oldest plan counts as dead in time."""
+    async with hosting(monkeypatch, lease_s=0.4, step_timeout_s=1.0) as host:
+        await host.start(HANGS)
+        for step in range(3):
+            host.executor.send(make_plan(step))
+        assert (await host.next()).step == 0
+        start_s = time.monotonic()
+        assert (await host.death()).endswith("was busy with one step for 1 s")
+        assert time.monotonic() - start_s > 0.8
+
+
+async def test_only_steps_run_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker, and one that works on an order with a plan behind it, are left alone."""
+    async with hosting(monkeypatch, lease_s=0.2, step_timeout_s=0.3) as host:
+        await host.start(ECHO)
+        host.executor.send(make_plan(0))
+        assert (await host.next()).step == 0
+        await asyncio.sleep(1.0)
+        await host.start(HANGS)
+        loading = asyncio.create_task(host.executor.call(LoadWeights("/any")))
+        await asyncio.sleep(0)  # the order goes first
+        host.executor.send(make_plan(0))
+        await asyncio.sleep(1.0)
+        assert host.delivered.empty()
+        await host.executor.stop()
+        with pytest.raises(errors.WorkerError):
+            await loading
+
+
 def hold_up(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -433,6 +487,34 @@ async def test_a_cancelled_start_leaves_no_worker(
             await starting
         assert is_gone(pid)
         assert host.executor.pid is None
+
+
+async def test_a_start_cancelled_while_it_launches_leaves_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that a thread is about to make is ended, and its socket is not another file."""
+    launched: list[subprocess.Popen[bytes]] = []
+    may_launch, is_launching = threading.Event(), threading.Event()
+
+    def launch(fd: int) -> subprocess.Popen[bytes]:
+        is_launching.set()
+        may_launch.wait(WAIT_S)
+        assert stat.S_ISSOCK(os.fstat(fd).st_mode), "the worker's socket was closed too early"
+        launched.append(run_worker("live_on()", fd, os.getpid()))
+        return launched[0]
+
+    executor = ProcessExecutor(lease_s=60.0, step_timeout_s=60.0)
+    monkeypatch.setattr(channel, "_launch", launch)
+    starting = asyncio.create_task(executor.start(0, CONFIG, lambda result: None))
+    await asyncio.to_thread(is_launching.wait)
+    starting.cancel()
+    await asyncio.sleep(0.05)
+    may_launch.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await executor.stop()
+    assert len(launched) == 1
+    assert is_gone(launched[0].pid)
 
 
 # ---- the worker's end --------------------------------------------------------------------------

@@ -176,6 +176,14 @@ def test_other_file_is_refused(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "model.safetensors"))
 
 
+def test_weights_are_not_looked_for_where_none_are_needed(tmp_path: Path) -> None:
+    """For random weights a config is enough."""
+    (write_model(tmp_path / "m") / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no"):
+        find_checkpoint(str(tmp_path / "m"))
+    assert find_checkpoint(str(tmp_path / "m"), needs_weights=False).vocab_size == 100
+
+
 @pytest.mark.parametrize("model", ["/no/such", "./no/such", "../no-such", "~/no-such", "no.gguf"])
 def test_missing_path(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """What looks like a path and does not exist is not looked for on the hub."""

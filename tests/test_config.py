@@ -11,6 +11,13 @@ from minivllm.errors import ConfigError, UnknownConfigKeyError
 
 BAD: dict[str, list[Any]] = {
     "dtype": ["float64", "", "FLOAT32", None, 32],
+    "device": ["gpu", "", None, 0],
+    "enforce_eager": [None, 1, "no"],
+    "torch_compile": [None, 1, "no"],
+    "load_format": ["pickle", "", None],
+    "kv_cache_dtype": ["float32", "int8", "", None],
+    "gpu_memory_utilization": [0, -0.5, 1.01, math.nan, "0.9", None, True],
+    "cudagraph_capture_sizes": [[], [0], [1, 2.0], ["1"], "12", 5, [True]],
     "max_model_len": ["32kb", "k", "", "1.5k", "-2", " 32k", 1, 0, -2, True, 4096.0, [4096]],
     "block_size": [0, -16, 16.0, "16", None, True],
     "max_num_batched_tokens": [0, -1, 2048.0, "2k", None, True],
@@ -20,6 +27,7 @@ BAD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [1, 0, -1, 2.0, "100", True],
     "distributed_executor_backend": ["ray", "", "MP", 1],
     "worker_lease_s": [0, -1, -0.5, math.inf, math.nan, "5", None, True],
+    "step_timeout_s": [0, -1, math.inf, math.nan, "5", None, True],
     "max_num_active_seqs": [0, -1, 257, 1.5, "8", True],
     "max_num_queued_reqs": [0, -1, 1.5, "8", True],
     "max_num_queued_tokens": [0, -1, 1.5, "8k", True],
@@ -44,6 +52,13 @@ BAD: dict[str, list[Any]] = {
 }
 GOOD: dict[str, list[Any]] = {
     "dtype": ["auto", "float32", "float16", "bfloat16"],
+    "device": ["auto", "cpu", "cuda"],
+    "enforce_eager": [False, True],
+    "torch_compile": [False, True],
+    "load_format": ["auto", "dummy"],
+    "kv_cache_dtype": ["auto", "float16", "bfloat16", "fp8"],
+    "gpu_memory_utilization": [0.01, 0.92, 1, 1.0],
+    "cudagraph_capture_sizes": [None, [1], (8, 2), range(1, 5)],
     "max_model_len": [None, -1, "-1", "auto", "32k", "32K", "4096", "2", 2],
     "block_size": [1, 256],
     "max_num_batched_tokens": [1],
@@ -53,6 +68,7 @@ GOOD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [None, 2],
     "distributed_executor_backend": [None, "inline", "mp"],
     "worker_lease_s": [0.001, 5, 5.5],
+    "step_timeout_s": [0.001, 5, 1e6],
     "max_num_active_seqs": [None, 1, 256],
     "max_num_queued_reqs": [None, 1],
     "max_num_queued_tokens": [None, 1],
@@ -133,7 +149,7 @@ def test_a_length_given_as_text_keeps_the_rule(value: str) -> None:
 def test_an_unknown_key_is_told_the_nearest(key: str, near: str) -> None:
     """A misspelt setting raises its own error, with the name that was meant."""
     with pytest.raises(UnknownConfigKeyError) as caught:
-        EngineConfig.from_kwargs(dtype="float32", **{key: 7})
+        EngineConfig(dtype="float32", **{key: 7})
     assert str(caught.value) == f"{key} is not a setting; did you mean {near!r}?, got 7"
     assert (caught.value.field, caught.value.value) == (key, 7)
 
@@ -141,13 +157,7 @@ def test_an_unknown_key_is_told_the_nearest(key: str, near: str) -> None:
 def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
     """A key that resembles no setting is refused without a suggestion."""
     with pytest.raises(UnknownConfigKeyError, match=r"^zzzz is not a setting, got 'x'$"):
-        EngineConfig.from_kwargs(zzzz="x")
-
-
-def test_known_keys_make_the_same_config() -> None:
-    """`from_kwargs` with good keys is the constructor."""
-    made = EngineConfig.from_kwargs(block_size=4, max_model_len="1k")
-    assert made == EngineConfig(block_size=4, max_model_len="1k")
+        EngineConfig(zzzz="x")
 
 
 def test_configs_cannot_be_changed() -> None:
@@ -209,6 +219,12 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         kv_cache_memory_bytes=12345,
         num_gpu_blocks_override=99,
         logprobs_mode="raw_logits",
+        device="cuda",
+        load_format="dummy",
+        gpu_memory_utilization=0.5,
+        kv_cache_dtype="fp8",
+        cudagraph_capture_sizes=[1, 4],
+        torch_compile=True,
     )
     scheduler, worker = config.resolve(model_path="/some/dir", model_max_len=1000)
     assert dataclasses.asdict(scheduler) == {
@@ -236,7 +252,28 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "kv_cache_memory_bytes": 12345,
         "num_blocks": 99,
         "logprobs_mode": "raw_logits",
+        "device": "cuda",
+        "load_format": "dummy",
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_dtype": "fp8",
+        "enforce_eager": False,
+        "cudagraph_capture_sizes": (1, 4),
+        "torch_compile": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enforce_eager": True, "cudagraph_capture_sizes": [1]}, "enforce_eager"),
+        ({"enforce_eager": True, "torch_compile": True}, "torch_compile"),
+        ({"device": "cpu", "torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: dict[str, Any], field: str) -> None:
+    """What another setting would leave without effect is refused by name."""
+    with pytest.raises(ConfigError, match=f"^{field} must be False"):
+        EngineConfig(**settings)
 
 
 def fit(num_blocks: int, **config: Any) -> SchedulerConfig:

@@ -267,6 +267,7 @@ async def test_sleep_gives_memory_back_and_kept_requests_go_on(
         assert not engine.is_sleeping
         assert (await new).token_ids == expected_output(PROMPT, 3, VOCAB)
         streams.check(await streams.answers())
+        assert engine.metrics()["num_preemptions"] == 0, "no memory was short"
         assert isinstance(executor.orders[0], Sleep)
         assert isinstance(executor.orders[1], WakeUp)
         engine.core.scheduler.blocks.check_integrity()
@@ -289,8 +290,75 @@ async def test_shutdown_of_a_paused_engine(embedded_dir: Path) -> None:
         await engine.pause()
         new = asyncio.create_task(answer(engine.generate([7], greedy(3))))
         await asyncio.sleep(0.01)
-    with pytest.raises(errors.EngineClosedError):
-        await new
+    assert (await new).finish_reason == "abort"
+
+
+async def test_requests_to_a_paused_engine_are_requests(embedded_dir: Path) -> None:
+    """What waits for `resume` is checked, counted, aborted and timed out like any other, and
+    neither holds up nor is ended by a pause that comes later."""
+    executor = FakeExecutor()
+    async with fake_engine(embedded_dir, executor, max_num_queued_reqs=4) as engine:
+        await engine.pause()
+        kept, aborted, closed = (
+            asyncio.create_task(answer(engine.generate([7], greedy(3), request_id=name)))
+            for name in ("kept", "aborted", "closed")
+        )
+        late = asyncio.create_task(answer(engine.generate([7], greedy(3), timeout_s=0.05)))
+        await asyncio.sleep(0.01)
+        assert engine.metrics()["num_requests_waiting"] == 4
+        with pytest.raises(errors.EngineBusyError):
+            await answer(engine.generate([7], greedy(3)))
+        end = await asyncio.wait_for(late, 5)
+        assert (end.finish_reason, end.stop_reason) == ("abort", "timeout")
+        with pytest.raises(errors.TokenIdError):
+            await answer(engine.generate([VOCAB], greedy(3)))
+        with pytest.raises(errors.DuplicateRequestError):
+            await answer(engine.generate([7], greedy(3), request_id="kept"))
+        engine.abort("aborted")
+        end = await asyncio.wait_for(aborted, 5)
+        assert (end.finish_reason, end.token_ids) == ("abort", [])
+        closed.cancel()
+        await asyncio.wait([closed])
+        await asyncio.wait_for(engine.pause("wait"), 5)
+        await asyncio.wait_for(engine.pause("abort"), 5)
+        assert engine.metrics()["num_requests_waiting"] == 1
+        assert not executor.plans
+        executor.kills = lambda plan, model: True
+        await engine.resume()
+        executor.kills = lambda plan, model: len(executor.generations) == 1
+        assert (await kept).token_ids == expected_output([7], 3, VOCAB)
+
+
+async def test_a_death_while_paused_lets_nobody_in(embedded_dir: Path) -> None:
+    """New workers change nothing about who waits."""
+    executor = FakeExecutor(delay_s=0.01)
+    async with fake_engine(embedded_dir, executor) as engine:
+        running = asyncio.create_task(answer(engine.generate(PROMPT, greedy(20))))
+        await asyncio.sleep(0.03)
+        executor.kills = lambda plan, model: len(executor.generations) == 1
+        waiting = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0)
+        new = asyncio.create_task(answer(engine.generate([7], greedy(3))))
+        await asyncio.wait_for(waiting, 5)
+        assert executor.generations == [0, 1]
+        assert (await running).token_ids == expected_output(PROMPT, 20, VOCAB)
+        assert not new.done()
+        assert engine.core.scheduler.num_running == 0
+        await engine.resume()
+        assert (await new).token_ids == expected_output([7], 3, VOCAB)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_drain_of_a_paused_engine(embedded_dir: Path, mode: str) -> None:
+    """Requests that were kept, or came meanwhile, are let go on; a sleeping engine has nothing to
+    wait for."""
+    for sleeps in (False, True):
+        async with fake_engine(embedded_dir, FakeExecutor()) as engine:
+            await (engine.sleep(1, mode) if sleeps else engine.pause(mode))
+            new = asyncio.create_task(answer(engine.generate([7], greedy(3))))
+            await asyncio.sleep(0.01)
+            await asyncio.wait_for(engine.shutdown(drain_s=60.0), 5)
+        assert (await new).finish_reason == ("abort" if sleeps else "length")
 
 
 async def test_drain_lets_requests_end(embedded_dir: Path) -> None:
@@ -367,10 +435,10 @@ async def test_prometheus_counts_what_happened(embedded_dir: Path) -> None:
     assert 'vllm:prompt_tokens_total{model_name="tiny"} 0.0' in idle
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 async def test_orders_in_any_order_leave_a_whole_engine(embedded_dir: Path, seed: int) -> None:
-    """Pauses, sleeps, updates and deaths, cancelled at random: every stream has one end, and the
-    engine serves on."""
+    """Pauses, sleeps, updates and deaths, cancelled at random, among aborts, deadlines and callers
+    who leave: every stream has one end, and the engine serves on."""
     rng = random.Random(seed)
     executor = FakeExecutor(num_blocks=60)
     executor.kills = lambda plan, model: rng.random() < 0.01
@@ -379,13 +447,27 @@ async def test_orders_in_any_order_leave_a_whole_engine(embedded_dir: Path, seed
         await asyncio.sleep(rng.random() * 0.05)
         prompt = [idx + 1] * rng.randint(1, 40)
         num_tokens = rng.randint(1, 40)
-        end = await answer(engine.generate(prompt, greedy(num_tokens)))
+        timeout_s = rng.choice((None, None, 0.01, 0.05))
+        stream = engine.generate(prompt, greedy(num_tokens), f"client-{idx}", timeout_s=timeout_s)
+        leaves_at = rng.choice((None, None, 1, num_tokens // 2))
+        ends = 0
+        async for output in stream:
+            end = output.outputs[0]
+            ends += end.finish_reason is not None
+            if leaves_at is not None and len(end.token_ids) >= leaves_at:
+                await stream.aclose()
+                assert f"client-{idx}" not in engine.core.scheduler
+                return
+        assert ends == 1
         assert end.finish_reason in ("length", "abort")
         whole = expected_output(prompt, num_tokens, VOCAB)
         assert end.token_ids == whole[: len(end.token_ids)]
         assert end.finish_reason == "abort" or len(end.token_ids) == num_tokens
 
     async def control(engine: AsyncEngine) -> None:
+        async def aborts() -> None:
+            engine.abort(f"client-{rng.randrange(12)}")
+
         await asyncio.sleep(rng.random() * 0.05)
         order = rng.choice(
             [
@@ -395,6 +477,7 @@ async def test_orders_in_any_order_leave_a_whole_engine(embedded_dir: Path, seed
                 engine.wake_up,
                 lambda: engine.update_weights("/any"),
                 lambda: engine.start_profile("/tmp"),
+                aborts,
             ]
         )
         allowed = (TimeoutError, errors.EngineClosedError, errors.WorkerError)

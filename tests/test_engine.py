@@ -465,6 +465,27 @@ def test_an_engine_takes_only_a_config() -> None:
         AsyncEngine("tiny")
 
 
+async def test_a_request_may_leave_the_prefix_cache_unread(embedded_dir: Path) -> None:
+    """With `skip_reading_prefix_cache` a prompt is computed although it is cached, beside one that
+    computes the same, and what it computes is cached for others."""
+    known, new = list(range(1, 50)), list(range(101, 150))
+    async with fake_engine(embedded_dir) as engine:
+
+        async def num_cached(prompt: list[int], skip: bool | None) -> int:
+            output = await last(
+                engine.generate(prompt, greedy(3, skip_reading_prefix_cache=skip))
+            )
+            assert output.outputs[0].token_ids == expected_output(prompt, 3, VOCAB)
+            return output.num_cached_tokens
+
+        assert await num_cached(known, None) == 0
+        assert await num_cached(known, True) == 0
+        assert await num_cached(known, False) == 48
+        together = await asyncio.gather(num_cached(new, True), num_cached(new, True))
+        assert together == [0, 0]
+        assert await num_cached(new, None) == 48
+
+
 def test_any_event_loop_will_do(embedded_dir: Path) -> None:
     """On uvloop, whose transports are no subclasses of asyncio's, the worker process serves too."""
 

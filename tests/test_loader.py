@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.dist import Group
 from minivllm.errors import CorruptFileError, UnsupportedArchitectureError, WeightsError
-from minivllm.loader import load_model
+from minivllm.loader import dummy_model, load_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -250,3 +250,19 @@ def test_an_unsupported_architecture_is_refused_before_any_file_is_read(tmp_path
     """The config decides first; the directory need not even hold weights."""
     with pytest.raises(UnsupportedArchitectureError):
         load(tmp_path, architectures=["GPT2LMHeadModel"])
+
+
+def test_dummy_weights_are_scaled_random_numbers():
+    """The same every time; products keep the scale of their input, norms and biases do nothing."""
+    models = [
+        dummy_model(CONFIG, dtype=torch.float32, device="cpu", max_model_len=16, group=Group())
+        for _ in range(2)
+    ]
+    for (name, one), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+        if one.dim() == 2:
+            assert 0.5 < one.std() * one.shape[1] ** 0.5 < 1.5
+        else:
+            assert (one == (0 if name.endswith("bias") else 1)).all()

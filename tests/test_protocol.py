@@ -145,6 +145,7 @@ def test_inert_fields_are_taken() -> None:
         (chat, {"tools": [{"type": "function"}]}, "tools must be left out"),
         (chat, {"tool_choice": "required"}, "tool_choice must be none or auto"),
         (chat, {"top_logprobs": 2}, "top_logprobs can only be set where logprobs is true"),
+        (chat, {"messages": []}, "messages must have at least one message"),
         (chat, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens must equal"),
         (chat, {"max_completion_tokens": 0}, "max_completion_tokens must be"),
         (chat, {"n": 2000}, "n times the number of prompts"),

@@ -153,6 +153,7 @@ async def test_a_response_that_fails(embedded_dir: Path) -> None:
         ("truncation", "some"),
         ("background", True),
         ("conversation", "x"),
+        ("metadata", {str(number): "x" for number in range(17)}),
         ("max_output_tokens", 0),
     ],
 )

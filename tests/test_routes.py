@@ -38,6 +38,16 @@ async def test_models_under_their_names(embedded_dir: Path) -> None:
         assert response.json()["error"]["param"] == "model"
 
 
+async def test_a_proxys_path_is_taken_off(embedded_dir: Path) -> None:
+    """Behind a proxy that shows the server under a path, routes and keys are the same."""
+    config = ServerConfig(root_path="/api/", api_key=["key"])
+    async with served(embedded_dir, config) as server:
+        assert (await server.client.get("/health")).status_code == 200
+        assert (await server.client.get("/v1/models")).status_code == 401
+        headers = {"authorization": "Bearer key"}
+        assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_tokens_and_back(embedded_dir: Path) -> None:
     """/tokenize counts a prompt or a chat as the model sees it; /detokenize is its inverse."""
     messages = [{"role": "user", "content": "Hi"}]

@@ -20,6 +20,7 @@ from minivllm.sampling import (
 )
 
 # The known answers published with the authors' Random123: counter, key, output.
+CPU = torch.device("cpu")
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -109,7 +110,7 @@ def test_both_forms_of_the_noise_agree(vocab_size):
 def test_lane_of_a_block_belongs_to_the_token():
     """Token v uses lane v % 4 of the counter (v // 4, position, child, purpose) under the seed."""
     batch = make_batch(1, seeds=0x299F31D0A4093822, children=3, positions=17)
-    u = philox_uniform_torch(batch, 10, Purpose.TARGET)
+    u = philox_uniform_torch(batch, 10, Purpose.TARGET, CPU)
     words = philox(*map(np.uint64, (2, 17, 3, 0, 0xA4093822, 0x299F31D0)))
     assert u[0, 9].item() == (int(words[1]) + 0.5) / 2**32
 
@@ -119,7 +120,7 @@ def test_noise_is_finite_at_both_ends(word, monkeypatch):
     """The least and the greatest word give a number inside (0, 1) and finite noise."""
     ends = torch.full((1, 1, 4), word)
     monkeypatch.setattr(sampling, "philox_torch", lambda counter, key: ends)
-    u = philox_uniform_torch(make_batch(1), 4, Purpose.TARGET)
+    u = philox_uniform_torch(make_batch(1), 4, Purpose.TARGET, CPU)
     assert ((u > 0) & (u < 1)).all()
     noise = add_gumbel_torch(torch.zeros(1, 4), make_batch(1), Purpose.TARGET)
     assert noise.isfinite().all()
@@ -136,7 +137,8 @@ def test_noise_of_neighbouring_positions_and_children_is_uncorrelated():
     """One token's uniforms over successive positions, or children, show no serial correlation."""
     n = 40_000
     for name in ("positions", "children"):
-        u = philox_uniform_torch(make_batch(n, seeds=5, **{name: np.arange(n)}), 4, Purpose.TARGET)
+        batch = make_batch(n, seeds=5, **{name: np.arange(n)})
+        u = philox_uniform_torch(batch, 4, Purpose.TARGET, CPU)
         for token in range(4):
             x = u[:, token].numpy()
             assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 4 / np.sqrt(n)
@@ -147,7 +149,7 @@ def test_seeds_that_differ_in_one_bit_share_nothing():
     V = 10_000
     base = 0x0123456789ABCDEF
     seeds = np.array([base, *(base ^ 1 << bit for bit in range(64))], np.uint64).view(np.int64)
-    u = philox_uniform_torch(make_batch(65, seeds=seeds), V, Purpose.TARGET).numpy()
+    u = philox_uniform_torch(make_batch(65, seeds=seeds), V, Purpose.TARGET, CPU).numpy()
     correlations = np.corrcoef(u)
     np.fill_diagonal(correlations, 0)
     assert abs(correlations).max() < 5 / np.sqrt(V)

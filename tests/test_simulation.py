@@ -237,9 +237,10 @@ def conversations(seed: int, num_requests: int) -> list[Arrival]:
     return arrivals
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_less_work_is_lost_than_when_the_last_come_gives_way(caching: bool) -> None:
-    """In the same traffic, tokens computed again after a preemption, against the plain rule."""
+@pytest.mark.parametrize(("caching", "most"), [(True, 0.9), (False, 0.8)])
+def test_less_work_is_lost_than_when_the_last_come_gives_way(caching: bool, most: float) -> None:
+    """In the same traffic, tokens computed again after a preemption, against the plain rule: with
+    its seeds 0.85 of them with the prefix cache, 0.75 without."""
     lost = {}
     for rule in (Scheduler, LastCome):
         total = 0
@@ -258,4 +259,4 @@ def test_less_work_is_lost_than_when_the_last_come_gives_way(caching: bool) -> N
         lost[rule.__name__] = total
     ratio = lost["Scheduler"] / lost["LastCome"]
     print(f"tokens computed again, prefix cache {caching}: {lost}, {ratio:.2f} of the plain rule")
-    assert ratio < 1
+    assert ratio < most

@@ -2,23 +2,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minivllm import errors
+from minivllm.batch import Done, Profile, StepPlan, StepResult, Stop
 from minivllm.channel import ProcessExecutor
 from minivllm.config import EngineConfig
 from minivllm.engine import AsyncEngine
+from minivllm.pending import Pending
 from minivllm.request import SamplingParams
-from minivllm.worker import replay
+from minivllm.worker import _serve, replay
 
 SMALL = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 512}
 
@@ -31,10 +36,17 @@ def params(number: int, max_tokens: int) -> SamplingParams:
 
 
 async def streams(
-    engine: AsyncEngine, numbers: Iterable[int], num_out: int, prompt_len: int = 32
+    engine: AsyncEngine,
+    numbers: Iterable[int],
+    num_out: int,
+    prompt_len: int = 32,
+    *,
+    tell: Callable[[int], None] = lambda num_tokens: None,
 ) -> tuple[list[list[int]], float]:
-    """The tokens of each stream, and the longest pause between two outputs of any of them."""
+    """The tokens of each stream, and the longest pause between two outputs of any of them. `tell`
+    hears how many tokens all of them have, whenever they have more."""
     pauses = [0.0]
+    lens: Counter[int] = Counter()
 
     async def one(number: int) -> list[int]:
         prompt = [100 + 7 * number + i for i in range(prompt_len)]
@@ -44,6 +56,8 @@ async def streams(
             if last_s is not None:
                 pauses.append(now_s - last_s)
             last_s, last = now_s, output.outputs[0]
+            lens[number] = len(last.token_ids)
+            tell(lens.total())
         assert last is not None
         assert last.finish_reason == "length"
         return last.token_ids
@@ -54,19 +68,21 @@ async def streams(
 async def disturb(sent: int, count: int, num_out: int, times: int, **config: Any) -> None:
     """Streams with the worker sent a signal at random moments end as they do undisturbed."""
     rng = random.Random(sent)
-    executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0))
+    executor = ProcessExecutor(lease_s=config.pop("lease_s", 5.0), step_timeout_s=60.0)
     async with AsyncEngine(EngineConfig(**SMALL | config), executor=executor) as engine:
-        start_s = time.monotonic()
         expected, calm = await streams(engine, range(count), num_out)
-        run_s = time.monotonic() - start_s
         for _ in range(times):
             engine.reset_prefix_cache()
             generation = engine.core.scheduler.generation
-            run = asyncio.create_task(streams(engine, range(count), num_out))
-            await asyncio.sleep(run_s * rng.uniform(0.1, 0.8))
-            assert executor.pid is not None
-            os.kill(executor.pid, sent)
-            tokens, pause = await run
+            moment = rng.uniform(0.0, 0.9) * count * num_out
+            victims = iter([executor.pid])
+
+            def strike(num_tokens: int, moment=moment, victims=victims) -> None:
+                if num_tokens >= moment:
+                    for pid in victims:  # once
+                        os.kill(pid, sent)
+
+            tokens, pause = await streams(engine, range(count), num_out, tell=strike)
             print(f"signal {sent}: longest pause {pause:.2f} s, undisturbed {calm:.2f} s")
             assert engine.core.scheduler.generation == generation + 1
             assert tokens == expected
@@ -89,7 +105,7 @@ async def test_five_deaths_under_32_streams(embedded_dir: Path, sent: int) -> No
 @pytest.mark.dist
 async def test_a_worker_that_dies_idle_is_replaced(embedded_dir: Path) -> None:
     """A worker killed while nothing runs is restarted, and the next request is served."""
-    executor = ProcessExecutor(lease_s=5.0)
+    executor = ProcessExecutor(lease_s=5.0, step_timeout_s=60.0)
     settings = EngineConfig(model=str(embedded_dir), **SMALL)
     async with AsyncEngine(settings, executor=executor) as engine:
         assert executor.pid is not None
@@ -203,3 +219,66 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+class Slow(Pending):
+    """A step on a device that is done when the test says so."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.done = threading.Event()
+
+    @property
+    def must_wait(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        assert self.done.wait(30)
+
+    def result(self) -> StepResult:
+        self.wait()
+        return StepResult(0, self.step, [], [], [], {}, 0.0)
+
+
+class SlowRunner:
+    """Launches at once what ends later."""
+
+    def __init__(self) -> None:
+        self.launched: queue.Queue[Slow] = queue.Queue()
+        self.orders: list[Any] = []
+
+    def launch(self, plan: StepPlan) -> Slow:
+        pending = Slow(plan.step)
+        self.launched.put(pending)
+        return pending
+
+    def carry_out(self, order: Any) -> None:
+        self.orders.append(order)
+
+
+def test_a_plan_is_launched_while_the_step_before_it_runs() -> None:
+    """The second plan does not wait for the first; answers come in order, an order's after those
+    of the steps before it."""
+    runner, inbox, answers = SlowRunner(), queue.SimpleQueue(), queue.Queue()
+    thread = threading.Thread(target=_serve, args=(runner, inbox.get, inbox.put, answers.put))
+    thread.start()
+    try:
+        for step in range(2):
+            inbox.put(StepPlan(0, step, [], [], [], [], []))
+        first, second = (runner.launched.get(timeout=30) for _ in range(2))
+        assert answers.empty()
+        second.done.set()
+        first.done.set()
+        assert [answers.get(timeout=30).step for _ in range(2)] == [0, 1]
+        inbox.put(StepPlan(0, 2, [], [], [], [], []))
+        third = runner.launched.get(timeout=30)
+        inbox.put(Profile(None))
+        third.done.set()
+        assert answers.get(timeout=30).step == 2
+        assert answers.get(timeout=30) == Done(None)
+        assert runner.orders == [Profile(None)]
+    finally:
+        inbox.put(Stop())
+        thread.join(30)
+    assert not thread.is_alive()
+    assert answers.empty()

@@ -38,14 +38,16 @@ def ours(embedded_dir: Path) -> Iterator[LLM]:
 def test_generate_beside_transformers(
     benchmark: Any, ours: LLM, theirs: Any, batch_size: int
 ) -> None:
-    """Pairs in turn: transformers' generate, then ours; the ratio of each pair."""
+    """Pairs in turn: transformers' generate, then ours; the ratio of each pair. Both
+    generate the same number of tokens."""
     prompts = torch.randint(100, 40_000, (batch_size, NUM_IN), generator=torch.manual_seed(0))
     params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
     times: dict[str, list[float]] = {"theirs": [], "ours": []}
+    num_out: dict[str, list[int]] = {}
 
     def run_theirs() -> None:
         start_s = time.perf_counter()
-        theirs.generate(
+        output = theirs.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=NUM_OUT,
@@ -54,13 +56,16 @@ def test_generate_beside_transformers(
             pad_token_id=0,
         )
         times["theirs"].append(time.perf_counter() - start_s)
+        num_out["theirs"] = [len(row) - NUM_IN for row in output]
 
     def run_ours() -> None:
         start_s = time.perf_counter()
-        ours.generate(prompts.tolist(), params, use_tqdm=False)
+        outputs = ours.generate(prompts.tolist(), params, use_tqdm=False)
         times["ours"].append(time.perf_counter() - start_s)
+        num_out["ours"] = [len(output.outputs[0].token_ids) for output in outputs]
 
     benchmark.pedantic(run_ours, setup=run_theirs, rounds=5, warmup_rounds=1)
+    assert num_out["ours"] == num_out["theirs"] == [NUM_OUT] * batch_size
     del times["theirs"][0], times["ours"][0]  # the warm-up
     ratios = [a / b for a, b in zip(times["theirs"], times["ours"], strict=True)]
     tokens_per_s = batch_size * NUM_OUT / statistics.median(times["ours"])

@@ -371,7 +371,7 @@ async def run(
 ) -> dict[str, list[RequestOutput]]:
     """All requests at once under a variant, which is asserted to have happened."""
     config = EngineConfig(model=str(embedded_dir), **SIZE | POOL | VARIANTS[variant])
-    executor = ProcessExecutor(lease_s=5.0) if variant == "restarted" else None
+    executor = ProcessExecutor(lease_s=5.0, step_timeout_s=60.0) if variant == "restarted" else None
     async with AsyncEngine(config, executor=executor) as engine:
         stats = engine.core.scheduler.stats
         if variant == "prefix cache":
