@@ -4,9 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-DAILY := not slow and not benchmark and not gpu
+DAILY := not slow and not benchmark and not gpu and not browser
 
-.PHONY: help demo test test-all bench lint clean
+.PHONY: help demo test test-all test-page bench lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -19,7 +19,11 @@ test: lint  ## lint, then the tests that take seconds
 	@$(BIN)/pytest -q -m "$(DAILY)"
 
 test-all: lint  ## the same with the slow tests
-	@$(BIN)/pytest -q -m "not benchmark and not gpu" -o faulthandler_timeout=1200
+	@$(BIN)/pytest -q -m "not benchmark and not gpu and not browser" -o faulthandler_timeout=1200
+
+test-page: $(STAMP)  ## the page in a headless Chromium, which has to be on the path
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[page]'
+	@$(BIN)/pytest -q tests/test_page.py
 
 bench: $(STAMP)  ## measure; each run is stored as JSON under .benchmarks
 	@$(BIN)/pytest -q tests/bench -m benchmark --benchmark-autosave

@@ -17,7 +17,8 @@
     ├── EngineBusyError            the queue is full: nothing was done, try again later
     ├── EngineClosedError          not started, shut down, or asleep: nothing can be asked now
     ├── EngineDead                 the engine stopped for a reason that is not the caller's
-    └── WorkerError                a worker died or failed; carries the end of its stderr
+    ├── WorkerError                a worker died or failed; carries the end of its stderr
+    └── ServerError                a server that was asked refused, failed or cannot be reached
 
 Whoever catches `MinivllmError` has caught them all. A `RequestError` costs nobody but its sender
 anything; a `ConfigError` or `ModelError` ends a start, or a later call that then changes nothing.
@@ -124,6 +125,10 @@ class EngineDead(MinivllmError):
 
 class WorkerError(MinivllmError):
     """A worker process (or the inline worker) failed."""
+
+
+class ServerError(MinivllmError):
+    """A server that was asked over HTTP refused, failed or could not be reached."""
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import cli
-from minivllm.config import EngineConfig
+from minivllm import cli, flags
+from minivllm.config import EngineConfig, ServerConfig
 from minivllm.request import SamplingParams
 
 PROMPT = "The capital of France is"
@@ -145,8 +145,10 @@ def with_other_token(recording: bytes) -> bytes:
         ("--distributed-executor-backend", "ray", 1, ["distributed_executor_backend", "'ray'"]),
         ("--worker-lease-s", "inf", 1, ["worker_lease_s", "got inf"]),
         ("--model", "/no/such/dir", 1, ["ModelNotFoundError", "/no/such/dir"]),
-        ("--max-token", "x", 2, ["--max-token", "'x'"]),
-        ("--no-such-flag", "5", 2, ["--no-such-flag"]),
+        ("--max-token", "3", 2, ["no flag --max-token; did you mean --max-tokens?"]),
+        ("--max_token=3", "4", 2, ["no flag --max-token; did you mean --max-tokens?"]),
+        ("--zzz", "5", 2, ["no flag --zzz"]),
+        ("--config", "/no/such/file", 1, ["FileNotFoundError", "/no/such/file"]),
         ("--file", "/no/such/file", 1, ["FileNotFoundError", "/no/such/file"]),
         ("--record", "/no/such/dir/file", 1, ["FileNotFoundError", "/no/such/dir/file"]),
     ],
@@ -190,28 +192,35 @@ def test_a_recording_that_cannot_be_read(
     assert len(err.splitlines()) == 1
 
 
-def test_help_lists_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field of both dataclasses is a flag, a yes-or-no one also with --no-."""
-    status, out, _ = run(capsys, "generate", "--help")
+@pytest.mark.parametrize(
+    ("command", "kinds", "absent"),
+    [
+        ("generate", [SamplingParams, EngineConfig], flags.NOT_FLAGS | cli._NOT_FOR_GENERATE),
+        ("serve", [ServerConfig, EngineConfig], set()),
+        ("run-batch", [EngineConfig], set()),
+    ],
+)
+def test_help_lists_a_flag_for_every_setting(
+    capsys: pytest.CaptureFixture[str], command: str, kinds: list[type], absent: set[str]
+) -> None:
+    """Every field of a command's dataclasses is a flag, a yes-or-no one also with --no-."""
+    status, out, _ = run(capsys, command, "--help")
     assert status == 0
-    fields = [*dataclasses.fields(SamplingParams), *dataclasses.fields(EngineConfig)]
-    for field in fields:
-        if field.name in cli._NOT_FLAGS:
+    for field in (field for kind in kinds for field in dataclasses.fields(kind)):
+        if field.name in absent:
             continue
         flag = "--" + field.name.replace("_", "-")
         assert f"{flag} " in out or f"{flag}," in out or f"{flag}]" in out
         if str(field.type).startswith("bool"):
             assert f"--no-{flag[2:]}" in out
-    for flag in ("--json", "--file", "--verbose"):
-        assert flag in out
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` and `--version` answer, and a command has to be named."""
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    assert "generate" in out
-    assert "replay" in out
+    for command in ("serve", "generate", "chat", "complete", "run-batch", "replay", "collect-env"):
+        assert f"\n    {command} " in out
     assert run(capsys, "--version") == (0, version("minivllm") + "\n", "")
     assert run(capsys)[0] == 2
 
@@ -220,22 +229,116 @@ def test_every_flag_reaches_its_setting() -> None:
     """A value given as a flag arrives in the dataclass as the type of its field."""
     line = (
         "generate --temperature 0.5 --top-k 7 --stop a --stop b --stop-token-ids 3"
-        " --stop-token-ids 4 --no-ignore-eos --logprobs 2 --seed 9 --model m --max-model-len 2k"
-        " --no-async-scheduling --kv-cache-memory-bytes 1000 --worker-lease-s 2 p q"
+        " --stop-token-ids 4 --no-ignore-eos --logprobs 2 --seed 9 --model m --max_model_len 2k"
+        " --no-async-scheduling --kv-cache-memory-bytes 2G --worker_lease_s=2 p q"
     )
-    args = cli._parser().parse_args(line.split())
+    args = cli._parser().read(line.split())
     assert args.prompts == ["p", "q"]
-    assert SamplingParams(**cli._chosen(args, SamplingParams)) == SamplingParams(
+    assert SamplingParams(**flags.chosen(args, SamplingParams)) == SamplingParams(
         temperature=0.5, top_k=7, stop=["a", "b"], stop_token_ids=[3, 4], logprobs=2, seed=9
     )
-    assert EngineConfig(**cli._chosen(args, EngineConfig)) == EngineConfig(
+    assert EngineConfig(**flags.chosen(args, EngineConfig)) == EngineConfig(
         model="m",
         max_model_len="2k",
         async_scheduling=False,
-        kv_cache_memory_bytes=1000,
+        kv_cache_memory_bytes=2 << 30,
         worker_lease_s=2.0,
         seed=9,
     )
+
+
+def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--config stands for the flags in a YAML file, with dashes or underscores; what is on the
+    command line goes before it; a wrong name or value in it is told like that of a flag."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: a\nmax_model_len: 2k\nport: 1\napi-key: [x, y]\nenable-admin: true\n"
+        "enable_prefix_caching: false\noverride-generation-config: {temperature: 0.5}\n"
+        "shutdown-timeout: 3\n"
+    )
+    words = ["serve", "b", "--config", str(file), "--port", "2", "--admin-api-key", "z"]
+    args = cli._parser().read(words)
+    assert EngineConfig(**flags.chosen(args, EngineConfig)) == EngineConfig(
+        model="b",
+        max_model_len="2k",
+        enable_prefix_caching=False,
+        override_generation_config={"temperature": 0.5},
+    )
+    assert ServerConfig(**flags.chosen(args, ServerConfig)) == ServerConfig(
+        port=2, api_key=["x", "y"], enable_admin=True, admin_api_key="z", shutdown_timeout_s=3.0
+    )
+    for text, part in (
+        ("prot: 3", "no flag --prot; did you mean --port?"),
+        ("port: x", "--port"),
+        ("- port", "must map names of flags to values"),
+        ("{", "must be a file in YAML"),
+    ):
+        file.write_text(text)
+        status, out, err = run(capsys, "serve", "--config", str(file))
+        assert (status > 0, out) == (True, "")
+        assert part in err
+
+
+def test_vllm_ways_to_give_flags() -> None:
+    """Lists after one flag, the model as a word and vLLM's names without a unit are understood."""
+    line = "serve m --served-model-name a b --shutdown-timeout 4 --sse-keep-alive-interval 5"
+    args = cli._parser().read(line.split())
+    assert flags.chosen(args, EngineConfig) == {"model": "m"}
+    assert flags.chosen(args, ServerConfig) == {
+        "served_model_name": ["a", "b"],
+        "shutdown_timeout_s": 4.0,
+        "sse_keep_alive_interval_s": 5.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["serve", "--port", "70000"], "port must be less than 65536, got 70000"),
+        (["serve", "--block-size", "0"], "block_size must be"),
+        (["serve", "--enable-admin"], "admin_api_key must be set"),
+        (["chat", "--url", "http://x", "--model", "m"], "model must be left out where url"),
+        (["chat", "--temperature", "9", "-q", "x"], "temperature must be between 0 and 2"),
+        (["chat", "--url", "http://127.0.0.1:9", "-q", "x"], "http://127.0.0.1:9 does not answer"),
+        (
+            ["run-batch", "-i", "/no/such", "-o", "/no/such", "--url", "http://127.0.0.1:9"],
+            "No such file or directory: '/no/such'",
+        ),
+        (
+            ["run-batch", "-i", "x", "-o", "x", "--max-concurrency", "0"],
+            "max_concurrency must be at least 1, got 0",
+        ),
+    ],
+)
+def test_a_command_that_cannot_start_says_why(
+    capsys: pytest.CaptureFixture[str], argv: list[str], part: str
+) -> None:
+    """What is wrong is told in one line before a model is loaded."""
+    status, out, err = run(capsys, *argv)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert part in err
+
+
+def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_API_KEY is the server's key where --api-key does not name others."""
+    served = []
+
+    async def serve(engine: EngineConfig, server: ServerConfig) -> int:
+        served.append(list(server.api_key))
+        return 0
+
+    monkeypatch.setattr("minivllm.server.serve", serve)
+    monkeypatch.setenv("VLLM_API_KEY", "from-env")
+    assert cli.main(["serve"]) == cli.main(["serve", "--api-key", "a", "b"]) == 0
+    assert served == [["from-env"], ["a", "b"]]
+
+
+def test_collect_env(capsys: pytest.CaptureFixture[str]) -> None:
+    """The versions, the system and what it has are told a line each."""
+    status, out, err = run(capsys, "collect-env")
+    assert (status, err) == (0, "")
+    names = {line.partition(": ")[0] for line in out.splitlines()}
+    assert {"minivllm", "python", "system", "CPU", "memory", "GPUs", "package torch"} <= names
 
 
 def test_as_a_process(embedded_dir: Path) -> None:
