@@ -457,9 +457,11 @@ class ModelRunner:
 
     def _score_prompts(
         self, hidden: torch.Tensor, rows: np.ndarray, query_lens: np.ndarray
-    ) -> list[tuple[int, list[Logprobs]]]:
+    ) -> list[tuple[int, Logprobs]]:
         """Log-probabilities of prompt tokens, for the rows that asked. The logits of position p
-        score the token after it; a few positions at a time, so that the memory is bounded."""
+        score the token after it; a few positions at a time, so that the memory is bounded. Their
+        place is made before: small tensors kept from every turn would lie between the large ones,
+        and no freed logits would be large enough for the next."""
         known = self._rows
         scored = []
         ends = np.cumsum(query_lens)
@@ -469,21 +471,22 @@ class ModelRunner:
             first = int(known.num_scored[row])
             last = min(num_computed + int(query_lens[idx]), int(known.prompt_len[row]) - 1)
             count = known.inputs[row].num_prompt_logprobs
-            found: list[Logprobs] = []
+            if last < first:
+                continue
+            places = torch.arange(last + 1 - first, device=self._device)
+            found = Logprobs.padding(places, count)
             for start in range(first, last + 1, LOGPROB_ROWS):
                 targets = known.token_ids[row, start : min(start + LOGPROB_ROWS, last + 1)]
                 offset = end - int(query_lens[idx]) + start - 1 - num_computed
-                found.append(
-                    gather_logprobs(
-                        self._model.compute_logits(hidden[offset : offset + len(targets)]),
-                        upload(targets, self._device),
-                        np.full(len(targets), count),
-                        normalized=self._logprobs_mode.normalized,
-                    )
+                part = gather_logprobs(
+                    self._model.compute_logits(hidden[offset : offset + len(targets)]),
+                    upload(targets, self._device),
+                    np.full(len(targets), count),
+                    normalized=self._logprobs_mode.normalized,
                 )
-            if found:
-                known.num_scored[row] = last + 1
-                scored.append((idx, found))
+                found.put(start - first, part)
+            known.num_scored[row] = last + 1
+            scored.append((idx, found))
         return scored
 
     def _sampling_batch(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:

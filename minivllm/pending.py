@@ -32,7 +32,7 @@ class Pending:
         table: RowTable,
         output: SampleOutput,
         finite: torch.Tensor,
-        prompt_logprobs: list[tuple[int, list[Logprobs]]],
+        prompt_logprobs: list[tuple[int, Logprobs]],
         *,
         previous: Pending | None,
         start_s: float,
@@ -41,8 +41,8 @@ class Pending:
         self._plan = plan
         self._table = table
         self._raised = output.raised
-        self._prompt_rows = [(row, len(found)) for row, found in prompt_logprobs]
-        logprobs = [found for _, parts in prompt_logprobs for found in parts]
+        self._prompt_rows = [row for row, _ in prompt_logprobs]
+        logprobs = [found for _, found in prompt_logprobs]
         if output.logprobs is not None:
             logprobs.insert(0, output.logprobs)
         self._has_logprobs = output.logprobs is not None
@@ -97,8 +97,8 @@ class Pending:
             tokens=[[token_id] for token_id in token_ids.tolist()],
             logprobs=sampled,
             prompt_logprobs=[
-                (row, [one for _ in range(count) for one in _as_rows(logprobs.pop(0))])
-                for row, count in self._prompt_rows
+                (row, _as_rows(found))
+                for row, found in zip(self._prompt_rows, logprobs, strict=True)
             ],
             failed=failed,
             seconds=self._end_s - self._start_s,

@@ -91,6 +91,23 @@ class Logprobs:
     logprobs: torch.Tensor  # [N, 1 + k] float32
     ranks: torch.Tensor  # [N] int64; 1 + the number of tokens likelier than the sampled one
 
+    @classmethod
+    def padding(cls, rows: torch.Tensor, k: int) -> Logprobs:
+        """Of `rows`, with nothing known yet but the room for k likeliest tokens."""
+        shape = (len(rows), 1 + k)
+        return cls(
+            rows=rows,
+            token_ids=rows.new_zeros(shape),
+            logprobs=rows.new_full(shape, -torch.inf, dtype=torch.float32),
+            ranks=torch.empty_like(rows),
+        )
+
+    def put(self, start: int, part: Logprobs) -> None:
+        """Take those of other rows in from place `start` on."""
+        places = slice(start, start + len(part.rows))
+        for name in ("token_ids", "logprobs", "ranks"):
+            getattr(self, name)[places] = getattr(part, name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
@@ -436,13 +453,7 @@ def gather_logprobs(
     """
     rows = np.flatnonzero(num_logprobs >= 0)
     num_likeliest = np.minimum(num_logprobs[rows], logits.shape[-1])
-    shape = (len(rows), 1 + int(num_likeliest.max()))
-    out = Logprobs(
-        rows=upload(rows, logits.device),
-        token_ids=token_ids.new_zeros(shape),
-        logprobs=logits.new_full(shape, -torch.inf),
-        ranks=token_ids.new_empty(len(rows)),
-    )
+    out = Logprobs.padding(upload(rows, logits.device), int(num_likeliest.max()))
     for k, members in _equal_groups(num_likeliest, LOGPROB_ROWS):
         n = upload(members, logits.device)
         logprobs = logits[out.rows[n]]
