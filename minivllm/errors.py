@@ -22,7 +22,6 @@
 
 Whoever catches `MinivllmError` has caught them all. A `RequestError` costs nobody but its sender
 anything; a `ConfigError` or `ModelError` ends a start, or a later call that then changes nothing.
-
 Errors cross the process wall by name and text (`to_wire`, `from_wire`): nothing is pickled.
 """
 
