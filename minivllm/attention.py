@@ -14,9 +14,10 @@ queries query_starts[r] : query_starts[r + 1]; they are the last ones of its kv_
 Position p of a row lives in slot block_tables[r, p // P] * P + p % P. `store_kv` writes the step's
 keys and values into their slots, then `paged_attention` reads whole rows through their tables.
 
-Two implementations, one signature: the torch twins are written for reading and are the oracle in
-tests; the CPU form reads blocks in place with numba where a row has few queries, and gathers a
-row's keys for matrix products where it has many.
+Several implementations, one signature: the torch twins are written for reading and are the oracle
+in tests; on a GPU, Triton kernels (`attention_kernels`, imported when first needed, so that a
+machine without a GPU needs no Triton); on a CPU in float32, numba reads blocks in place where a row
+has few queries, and a row's keys are gathered for matrix products where it has many.
 
 Invariants: nothing beyond kv_lens[r] is read, so what an unused slot holds (NaN too) never matters;
 rows are independent. Which slot belongs to whom: `blocks`. PagedAttention: Kwon et al., SOSP 2023;
@@ -37,10 +38,10 @@ from numba import njit, prange
 _MAX_LOOP_QUERIES = 4
 # Queries per matrix product: bounds the score matrix, and skips most of what causality masks.
 _TILE = 256
-# Below this many key reads a second thread costs more than it brings.
-_MIN_PARALLEL_KEYS = 512
 # The largest number of float8_e4m3fn.
 E4M3_MAX = 448.0
+# Below this many key reads a second thread costs more than it brings.
+_MIN_PARALLEL_KEYS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,13 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
 
     Shapes: k, v [T, K, D]; slots [T]
     """
-    if on_numba(k) and on_numba(cache.k):
+    if k.is_cuda:
+        from minivllm import attention_kernels
+
+        attention_kernels.store_kv(
+            k, v, cache.k, cache.v, slots, k_scale=cache.k_scale, v_scale=cache.v_scale
+        )
+    elif on_numba(k) and on_numba(cache.k):
         _store_kv_loop(k.numpy(), v.numpy(), cache.k.numpy(), cache.v.numpy(), slots.numpy())
     else:
         store_kv_torch(k, v, cache, slots)
@@ -151,10 +158,40 @@ def paged_attention(
     Shapes: q [T, H, D]; out [T, H, D]
     Needs:  the step's own keys and values stored
     """
+    if q.is_cuda:
+        from minivllm import attention_kernels
+
+        return attention_kernels.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.query_starts,
+            batch.kv_lens,
+            batch.block_tables,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
+        )
     if not (on_numba(q) and on_numba(cache.k)):
         return paged_attention_torch(
             q, cache, batch, scale=scale, window=window, soft_cap=soft_cap
         )
+    return _paged_attention_cpu(q, cache, batch, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def _paged_attention_cpu(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    *,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> torch.Tensor:
+    """`paged_attention` in float32 on a CPU."""
     out = torch.empty_like(q)
     starts, kv_lens = batch.query_starts.numpy(), batch.kv_lens.numpy()
     query_lens = starts[1:] - starts[:-1]

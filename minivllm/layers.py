@@ -33,7 +33,14 @@ import torch.nn.functional as F
 from numba import njit, prange
 from torch import nn
 
-from minivllm.attention import FASTMATH, on_numba
+from minivllm.attention import (
+    FASTMATH,
+    ForwardBatch,
+    LayerCache,
+    on_numba,
+    store_kv,
+    store_kv_torch,
+)
 from minivllm.dist import Group
 from minivllm.errors import ModelError
 
@@ -281,6 +288,57 @@ def split_qkv_torch(
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
     q, k = torch.cat((turned, rest), dim=-1).split([num_heads, num_kv_heads], dim=1)
     return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    batch: ForwardBatch,
+    cache: LayerCache,
+    rope: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """`split_qkv` and `store_kv`, which are one kernel on a GPU: q, rotated.
+
+    Shapes: qkv [T, (H + 2K) * D] contiguous; rope [max_model_len, 2, C]; out [T, H, D]
+    Needs:  every position in [0, max_model_len)
+    """
+    if qkv.is_cuda:
+        from minivllm import attention_kernels
+
+        return attention_kernels.rotate_and_store(
+            qkv,
+            batch.positions,
+            rope,
+            cache.k,
+            cache.v,
+            batch.slots,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+    q, k, v = split_qkv(
+        qkv, batch.positions, rope, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    store_kv(k, v, cache, batch.slots)
+    return q
+
+
+def rotate_and_store_torch(
+    qkv: torch.Tensor,
+    batch: ForwardBatch,
+    cache: LayerCache,
+    rope: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """`rotate_and_store`, written for reading."""
+    q, k, v = split_qkv_torch(
+        qkv, batch.positions, rope, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    store_kv_torch(k, v, cache, batch.slots)
+    return q
 
 
 def rope_table(inv_freq: torch.Tensor, scale: float, max_model_len: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.architectures import NORMS, ModelConfig, qk_norm_sizes
-from minivllm.attention import ForwardBatch, LayerCache, paged_attention, store_kv
+from minivllm.attention import ForwardBatch, LayerCache, paged_attention
 from minivllm.dist import Group
 from minivllm.layers import (
     GatedMLP,
@@ -38,7 +38,7 @@ from minivllm.layers import (
     pack,
     rope_frequencies,
     rope_table,
-    split_qkv,
+    rotate_and_store,
 )
 
 
@@ -84,14 +84,14 @@ class Attention(nn.Module):
         self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, rope: torch.Tensor
     ) -> torch.Tensor:
         """Store this step's keys and values, then attend over each row's blocks."""
-        q, k, v = split_qkv(
+        q = rotate_and_store(
             self.qk_norm(self.qkv(x)),
-            batch.positions,
+            batch,
+            cache,
             rope,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
         )
-        store_kv(k, v, cache, batch.slots)
         attended = paged_attention(
             q, cache, batch, scale=self.scale, window=self.window, soft_cap=self.soft_cap
         )
