@@ -11,15 +11,12 @@ heads of the group are stacked, G = 3 and 16 lanes make 5 queries and an idle la
     lane     0  1  2 | 3  4  5 | .. | 12 13 14 | 15         q of query lane // G, head lane % G
     query    0       | 1       |    | 4        | -
 
-so that a key, once loaded, meets all that attend to it, and decode (1 query), verification (k + 1)
-and chunks differ in nothing but the height of the tile. It walks the keys in tiles of its own,
-whatever the block size P: each key's slot is looked up by its position. When there are too few
-programs to fill the device, the keys of each row are cut into as many splits as fit, each leaves a
-normalised part and the logarithm of its weight, and `_combine` adds them up.
-
-The grid follows from the shapes T, R and B alone, so a CUDA graph can hold a launch: a program
-finds its row by bisection, and its share of the keys from the length on the device. Numbers that
-change between steps are not specialised on, so that no step waits for a compilation.
+so that a key, once loaded, meets all that attend to it, and decode, verification and chunks differ
+in nothing but the height of the tile. It walks the keys in tiles of its own, whatever the block
+size P: each key's slot is looked up by its position. Where programs are too few to fill the device,
+a row's keys are cut into splits; each leaves a part and the logarithm of its weight, and `_combine`
+adds them up. The grid follows from the shapes T, R and B alone, so a CUDA graph can hold a launch.
+Numbers that change between steps are not specialised on, so that no step waits for a compilation.
 
 Invariants: keys beyond kv_lens[r] are masked when loaded, values too, for 0 * NaN is NaN; offsets
 into the cache have 64 bits; scores, weights and sums are float32. The torch twins, and what the
