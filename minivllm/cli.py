@@ -1,4 +1,4 @@
-"""The command line: serve, generate, chat, complete, run-batch, replay, collect-env.
+"""The command line: serve, generate, chat, complete, run-batch, bench, replay, collect-env.
 
 Flags are made from the fields of the config dataclasses (`flags`). `generate` decodes greedily and
 ends after 64 tokens unless asked otherwise; what goes through a server, embedded or not, takes the
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from minivllm.bench_cli import add_bench
 from minivllm.channel import WORKER_ENV
 from minivllm.config import EngineConfig, ServerConfig
 from minivllm.engine import AsyncEngine
@@ -79,6 +80,7 @@ def _parser() -> Parser:
     _add_console(commands, "chat", "talk with a model, of a server or embedded")
     _add_console(commands, "complete", "complete line by line, with a server or embedded")
     _add_run_batch(commands)
+    add_bench(_command(commands, "bench", "measure: latency, throughput, serve, ...", "kind"))
     replay = _command(commands, "replay", "run recorded plans again and compare the tokens")
     replay.add_argument("file", type=Path, help="written with --record")
     replay.set_defaults(run=_replay)

@@ -70,16 +70,17 @@ class Parser(argparse.ArgumentParser):
     def _parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)
         if unknown:
-            self._command(args.command)._refuse(unknown)
+            self._innermost(args)._refuse(unknown)
         return args
 
-    def _command(self, name: str) -> Parser:
+    def _innermost(self, args: argparse.Namespace) -> Parser:
+        """The parser of the command that was given, or of its own command, if it has some."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                command = action.choices[name]
+                command = action.choices[getattr(args, action.dest)]
                 assert isinstance(command, Parser), "subparsers are of their parent's class"
-                return command
-        raise AssertionError("a parser that reads has commands")
+                return command._innermost(args)
+        return self
 
     def _refuse(self, unknown: list[str]) -> NoReturn:
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
