@@ -27,13 +27,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from minivllm.architectures import model_config
 from minivllm.checkpoint import Checkpoint, find_checkpoint
 from minivllm.config import EngineConfig
+from minivllm.device import pick_device, pick_dtype, pick_kv_dtype
 from minivllm.engine import AsyncEngine
 from minivllm.errors import ConfigError, WorkerError
 from minivllm.llm import LLM
 from minivllm.request import RequestOutputKind, SamplingParams
-from minivllm.roofline import ModelCosts, Step, measure, read_steps, roofline
+from minivllm.roofline import Machine, ModelCosts, Step, measure, read_steps, roofline
 from minivllm.workloads import Work
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -148,18 +150,27 @@ async def _run_async(
 
 def limits(config: EngineConfig, steps: Sequence[Step]) -> dict[str, Any]:
     """The steps against the limits of the machine, measured now: `roofline.roofline`."""
-    from minivllm.architectures import model_config  # here, as they load torch
-    from minivllm.device import pick_device, pick_dtype, pick_kv_dtype
+    return roofline(model_costs(config), machine_of(config), steps)
 
-    checkpoint = _checkpoint(config)
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device, checkpoint.hf_config)
-    costs = ModelCosts.of(
-        model_config(checkpoint.hf_config),
+
+def model_costs(config: EngineConfig) -> ModelCosts:
+    """What a step of the config's model costs in the config's dtypes."""
+    dtype = _dtype(config)
+    return ModelCosts.of(
+        model_config(_checkpoint(config).hf_config),
         weight_bytes=dtype.itemsize,
         kv_bytes=pick_kv_dtype(config.kv_cache_dtype, dtype).itemsize,
     )
-    return roofline(costs, measure(device, dtype), steps)
+
+
+def machine_of(config: EngineConfig) -> Machine:
+    """The limits of the config's device, measured now."""
+    return measure(pick_device(config.device), _dtype(config))
+
+
+def _dtype(config: EngineConfig) -> Any:
+    hf_config = _checkpoint(config).hf_config
+    return pick_dtype(config.dtype, pick_device(config.device), hf_config)
 
 
 def _checkpoint(config: EngineConfig) -> Checkpoint:

@@ -3,6 +3,7 @@
     latency  throughput  startup     an engine of our own            `bench`
     serve                            any OpenAI server               `bench_serve`
     sweep                            settings under an objective     `bench_serve`
+    ablation                         each mechanism, with and without  `ablation`
 
 Flags and keys of results are vLLM's; `--input-tokens` and `--output-tokens` stand for
 `--input-len` and `--output-len`. What is read goes to stdout, progress to stderr, JSON to the file
@@ -31,6 +32,8 @@ _ALIASES = {
     "output_len": ["--output-tokens", "--random-output-len", "--sharegpt-output-len"],
 }
 
+EXPERIMENTS = ("batching", "memory", "chunks", "prefix", "batch")
+
 
 def add_bench(parser: Parser) -> None:
     """Give a parser the benchmarks for commands."""
@@ -40,6 +43,7 @@ def add_bench(parser: Parser) -> None:
     _add_serve(_kind(kinds, "serve", "latencies of an OpenAI server under a load", _serve))
     _add_startup(_kind(kinds, "startup", "seconds of a start, cold and warm", _startup))
     _add_sweep(_kind(kinds, "sweep", "the settings that serve the most", _sweep))
+    _add_ablation(_kind(kinds, "ablation", "what each mechanism is worth", _ablation))
 
 
 def _kind(kinds: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Parser:
@@ -143,6 +147,18 @@ def _add_sweep(parser: Parser) -> None:
     _count(parser, "--num-halvings", 2, "of the gap between a good rate and a bad one")
     _outputs(parser)
     _dataset(parser)
+    _engine(parser)
+
+
+def _add_ablation(parser: Parser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=EXPERIMENTS,
+        default=[],
+        help="one experiment; given again, several (default: all)",
+    )
+    _outputs(parser)
     _engine(parser)
 
 
@@ -292,6 +308,22 @@ def _sweep(args: argparse.Namespace) -> int:
 
         _told(load_curves(result["found"], args.plot / "load.png"))
         _told(pareto(result["found"], args.plot / "pareto.png"))
+    return 0
+
+
+def _ablation(args: argparse.Namespace) -> int:
+    from minivllm.ablation import run
+    from minivllm.bench import machine_of
+
+    config = _config(args)
+    tables = {}
+    for name in args.only or EXPERIMENTS:
+        table = asyncio.run(run(name, config, machine_of))
+        print(table.show(), end="\n\n", flush=True)
+        tables[name] = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        if args.plot is not None:
+            _told(table.draw(args.plot / f"{name}.png"))
+    _write(args.output_json, tables)
     return 0
 
 

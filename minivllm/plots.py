@@ -177,15 +177,17 @@ def lines(
     *,
     xlog: bool = False,
 ) -> Path:
-    """Panels (title, unit, lines by their names) over the same xs."""
+    """Panels (title, unit, one or two lines by their names) over the same xs; `limit` is dashed."""
 
     def draw(drawn: Any) -> None:
         for panel, (title, unit, named) in zip(
             [drawn] if len(panels) == 1 else drawn, panels, strict=True
         ):
-            for (name, ys), color in zip(named.items(), (_BLUE, _ORANGE, _GREY), strict=False):
-                style = "--" if color == _GREY else "-"
-                panel.plot(xs, ys, marker="o", color=color, linestyle=style, label=name)
+            for (name, ys), color in zip(named.items(), (_BLUE, _ORANGE), strict=False):
+                if name == "limit":
+                    panel.plot(xs, ys, color=_GREY, linestyle="--", label=name)
+                else:
+                    panel.plot(xs, ys, marker="o", color=color, label=name)
             panel.set(title=title, xlabel=xlabel, ylabel=unit)
             if xlog:
                 panel.set_xscale("log", base=2)
@@ -206,7 +208,7 @@ def bars(file: Path, panels: Sequence[tuple[str, str, Mapping[str, float]]]) -> 
         ):
             colors = [_GREY] * (len(values) - 1) + [_BLUE]
             marks = panel.bar(list(values), list(values.values()), color=colors, width=0.6)
-            panel.bar_label(marks, fmt="{:,.4g}", padding=2)
+            panel.bar_label(marks, fmt="{:,.3g}", padding=2)
             panel.set(title=title, ylabel=unit)
             panel.margins(y=0.15)
 

@@ -98,7 +98,7 @@ class Dataset:
             raise ConfigError("dataset_path", self.dataset_path, rule)
 
     def read(
-        self, vocabulary: Sequence[int], encode: Callable[[str], Sequence[int]], seed: int = 0
+        self, vocabulary: Sequence[int], encode: Callable[[str], Sequence[object]], seed: int = 0
     ) -> list[Work]:
         """The work. `vocabulary`: token ids that a made-up prompt may have; `encode` counts the
         tokens of a text.
@@ -116,7 +116,7 @@ class Dataset:
 class _Maker:
     dataset: Dataset
     vocabulary: np.ndarray
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[str], Sequence[object]]
     rng: np.random.Generator
     seed: int
 
