@@ -26,7 +26,8 @@ test-page: $(STAMP)  ## the page in a headless Chromium, which has to be on the 
 	@$(BIN)/pytest -q tests/test_page.py
 
 bench: $(STAMP)  ## measure; each run is stored as JSON under .benchmarks
-	@$(BIN)/pytest -q tests/bench -m benchmark --benchmark-autosave
+	@$(BIN)/pytest -q tests/bench -m benchmark --benchmark-autosave \
+		--benchmark-group-by=func --benchmark-columns=median,iqr,rounds
 
 lint: $(STAMP)  ## ruff, import-linter (reading order and walls), mypy
 	@$(BIN)/ruff check --quiet
