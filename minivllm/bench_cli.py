@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.flags import Parser, add_fields, chosen
@@ -289,6 +291,7 @@ def _sweep(args: argparse.Namespace) -> int:
         slo_share=args.slo_share,
         start_rate=args.start_rate,
         num_halvings=args.num_halvings,
+        quiet=not sys.stderr.isatty(),
     )
     result = asyncio.run(work)
     for one in result["found"]:
@@ -306,7 +309,7 @@ def _sweep(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from minivllm.plots import load_curves, pareto
 
-        _told(load_curves(result["found"], args.plot / "load.png"))
+        _told(load_curves(result, args.plot / "load.png"))
         _told(pareto(result["found"], args.plot / "pareto.png"))
     return 0
 
@@ -317,7 +320,8 @@ def _ablation(args: argparse.Namespace) -> int:
 
     config = _config(args)
     tables = {}
-    for name in args.only or EXPERIMENTS:
+    names = args.only or EXPERIMENTS
+    for name in tqdm(names, desc="Experiments", disable=not sys.stderr.isatty()):
         table = asyncio.run(run(name, config, machine_of))
         print(table.show(), end="\n\n", flush=True)
         tables[name] = [dict(zip(table.columns, row, strict=True)) for row in table.rows]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tqdm import tqdm
 
 from minivllm.checkpoint import find_checkpoint
 from minivllm.client import connect
@@ -214,6 +215,7 @@ async def sweep(
     slo_share: float = 0.9,
     start_rate: float = 1.0,
     num_halvings: int = 2,
+    quiet: bool = True,
 ) -> dict[str, Any]:
     """Each combination of the grid, by its best rate under the objectives, best first.
 
@@ -227,7 +229,8 @@ async def sweep(
         raise ConfigError("start_rate", start_rate, "must be above 0")
     configs = [EngineConfig(**{**settings, **chosen}) for chosen in grid]  # all, before any runs
     found: list[dict[str, Any]] = []
-    for config, chosen in zip(configs, grid, strict=True):
+    settings_left = zip(configs, grid, strict=True)
+    for config, chosen in tqdm(settings_left, desc="Settings", total=len(grid), disable=quiet):
         async with connect(config=config) as client:
             await load.send(client, Arrivals(), goodput_ms=goodput_ms)  # warms the kernels up
             runs = await best_rate(

@@ -82,7 +82,7 @@ def timeline(steps: Sequence[Any], file: Path) -> Path:
         left.legend(frameon=False, loc="upper right", ncols=2)
         right.set(title="Time of a step", xlabel="tokens of the step", ylabel="ms")
         right.set_xscale("log", base=2)
-        right.set_ylim(bottom=0)
+        right.set_yscale("log")
         right.legend(frameon=False)
 
     return _draw(file, draw, num_panels=2)
@@ -98,9 +98,9 @@ def requests(answers: Sequence[Answer], file: Path) -> Path:
         ttfts_s = [one.ttft_s for one in done]
         rest_s = [one.latency_s - one.ttft_s for one in done]
         rows = range(len(done))
-        panel.barh(rows, ttfts_s, left=starts_s, height=1.0, color=_ORANGE, label="to first token")
+        panel.barh(rows, ttfts_s, left=starts_s, height=0.8, color=_ORANGE, label="to first token")
         firsts_s = [start_s + ttft_s for start_s, ttft_s in zip(starts_s, ttfts_s, strict=True)]
-        panel.barh(rows, rest_s, left=firsts_s, height=1.0, color=_BLUE, label="to the end")
+        panel.barh(rows, rest_s, left=firsts_s, height=0.8, color=_BLUE, label="to the end")
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
         panel.set(title="Requests", xlabel="seconds", ylabel="request, in order of arrival")
@@ -109,25 +109,27 @@ def requests(answers: Sequence[Answer], file: Path) -> Path:
     return _draw(file, draw)
 
 
-def load_curves(found: Sequence[Mapping[str, Any]], file: Path) -> Path:
-    """A sweep's latencies against the rate of arrivals, a line for each setting."""
+def load_curves(result: Mapping[str, Any], file: Path) -> Path:
+    """A sweep's latencies against the rate of arrivals, a line for each setting; objectives are
+    dashed."""
 
     def draw(panels: Any) -> None:
-        for panel, key, title in (
-            (panels[0], "p99_ttft_ms", "p99 time to first token"),
-            (panels[1], "p99_tpot_ms", "p99 time per output token"),
+        for panel, metric, title in (
+            (panels[0], "ttft", "p99 time to first token"),
+            (panels[1], "tpot", "p99 time per output token"),
         ):
-            for one in found:
+            for one in result["found"]:
                 runs = sorted(one["runs"], key=lambda run: run["request_rate"])
                 panel.plot(
                     [run["request_rate"] for run in runs],
-                    [run[key] for run in runs],
+                    [run[f"p99_{metric}_ms"] for run in runs],
                     marker="o",
                     label=_name(one["settings"]),
                 )
+            if metric in result["goodput"]:
+                panel.axhline(result["goodput"][metric], color=_GREY, linestyle="--")
             panel.set(title=title, xlabel="requests per second", ylabel="ms")
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
+            panel.set_ylim(bottom=0)
         panels[0].legend(frameon=False, fontsize=8)
 
     return _draw(file, draw, num_panels=2)
@@ -150,7 +152,7 @@ def pareto(found: Sequence[Mapping[str, Any]], file: Path) -> Path:
             xlabel="output tokens per second",
             ylabel="p99 time to first token, ms",
         )
-        panel.set_yscale("log")
+        panel.set_ylim(bottom=0)
         panel.legend(frameon=False, fontsize=8)
 
     return _draw(file, draw)

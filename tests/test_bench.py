@@ -44,15 +44,14 @@ def test_latency(embedded_dir: Path) -> None:
     assert sum(step.seconds for step in steps) < sum(result["latencies"])
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-def test_throughput(embedded_dir: Path, tmp_path: Path, use_async: bool) -> None:
+def test_throughput(embedded_dir: Path, tmp_path: Path) -> None:
     """All tokens of all prompts and samples are counted; the user's own recording is kept."""
     file = tmp_path / "record"
     config = EngineConfig(
         model=str(embedded_dir), record=str(file), distributed_executor_backend="inline", **SMALL
     )
     works = [Work([7, 8, 9 + number], 3, 2 + number) for number in range(3)]
-    result, steps = bench.throughput(config, works, n=2, use_async=use_async)
+    result, steps = bench.throughput(config, works, n=2, use_async=True)
     assert list(result) == [
         "elapsed_time",
         "num_requests",

@@ -25,7 +25,9 @@ PICTURES = {
     "timeline": lambda file: plots.timeline(STEPS, file),
     "requests": lambda file: plots.requests(ANSWERS, file),
     "no requests": lambda file: plots.requests([], file),
-    "load curves": lambda file: plots.load_curves(FOUND, file),
+    "load curves": lambda file: plots.load_curves(
+        {"goodput": {"ttft": 50.0}, "found": FOUND}, file
+    ),
     "pareto": lambda file: plots.pareto(FOUND, file),
     "lines": lambda file: plots.lines(file, PANELS, [1, 2], "rows", xlog=True),
     "bars": lambda file: plots.bars(file, [("a", "ms", {"x": 1.0, "y": 2.0})]),
