@@ -58,9 +58,14 @@ def latency(
 
     Raises: `ConfigError`, `ModelError`
     """
-    for name, value in (("batch_size", batch_size), ("num_iters", num_iters), ("n", n)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("num_iters", num_iters, 1),
+        ("num_iters_warmup", num_iters_warmup, 0),
+        ("n", n, 1),
+    ):
+        if value < least:
+            raise ConfigError(name, value, f"must be at least {least}")
     params = SamplingParams(n=n, temperature=float(n > 1), max_tokens=output_len, ignore_eos=True)
     latencies = []
     with _recorded(config) as (recorded, file):

@@ -23,7 +23,6 @@ from typing import Any
 from tqdm import tqdm
 
 from minivllm.config import EngineConfig
-from minivllm.errors import ConfigError
 from minivllm.flags import Parser, add_fields, chosen
 from minivllm.measures import read_goodput, report
 from minivllm.workloads import Arrivals, Dataset, ServeOptions
@@ -39,7 +38,7 @@ EXPERIMENTS = ("batching", "memory", "chunks", "prefix", "batch")
 
 def add_bench(parser: Parser) -> None:
     """Give a parser the benchmarks for commands."""
-    kinds = parser.add_subparsers(dest="bench", required=True)
+    kinds = parser.add_subparsers(dest="bench", prog="minivllm bench", required=True)
     _add_latency(_kind(kinds, "latency", "seconds that one batch takes", _latency))
     _add_throughput(_kind(kinds, "throughput", "tokens per second of many prompts", _throughput))
     _add_serve(_kind(kinds, "serve", "latencies of an OpenAI server under a load", _serve))
@@ -61,9 +60,16 @@ def _count(parser: Any, flag: str, default: int | None, text: str, *more: str) -
 
 
 def _outputs(parser: Parser, *, plot: bool = True) -> None:
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="for the figures")
+    parser.add_argument("--output-json", type=_new_file, metavar="FILE", help="for the figures")
     if plot:
         parser.add_argument("--plot", type=Path, metavar="DIR", help="for pictures")
+
+
+def _new_file(text: str) -> Path:
+    """A file that can be written when the figures are there: told now, not after the run."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in a directory that exists, got {text!r}")
+    return Path(text)
 
 
 def _engine(parser: Parser) -> None:
@@ -337,8 +343,6 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 
 def _write(file: Path | None, result: Any) -> None:
     if file is not None:
-        if not file.parent.is_dir():
-            raise ConfigError("output_json", str(file), "must be in a directory that exists")
         file.write_text(json.dumps(result, indent=2) + "\n")
 
 

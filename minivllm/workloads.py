@@ -270,13 +270,13 @@ def _file(maker: _Maker) -> Path:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
         place = f"line {number} of {file}"
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except ValueError as error:  # not UTF-8, too
             raise ConfigError(place, line, f"must be JSON ({error})") from error
         if not isinstance(value, dict):
             raise ConfigError(place, line, "must be a JSON object")

@@ -67,11 +67,13 @@ def test_throughput(embedded_dir: Path, tmp_path: Path) -> None:
     assert file.stat().st_size > 0
 
 
-@pytest.mark.parametrize("field", ["batch_size", "num_iters", "n"])
-def test_bad_counts(field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "least"), [("batch_size", 1), ("num_iters", 1), ("n", 1), ("num_iters_warmup", 0)]
+)
+def test_bad_counts(field: str, least: int) -> None:
     """A benchmark of nothing is refused before anything is loaded."""
-    with pytest.raises(ConfigError, match=f"{field} must be at least 1"):
-        bench.latency(EngineConfig(), **{field: 0})
+    with pytest.raises(ConfigError, match=f"{field} must be at least {least}"):
+        bench.latency(EngineConfig(), **{field: least - 1})
 
 
 def test_startup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,7 @@ def test_commands(embedded_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ("argv", "message"),
     [
         (["bench", "latency", "--inputlen", "3"], "no flag --inputlen; did you mean --input-len?"),
+        (["bench", "latency", "--output-json", "/nowhere/x"], "must be in a directory that exists"),
         (["bench"], "the following arguments are required: bench"),
         (["bench", "speed"], "invalid choice: 'speed'"),
         (["bench", "throughput", "--dataset-name", "hf"], "dataset_name must be one of random"),

@@ -150,6 +150,14 @@ def test_a_bad_line_is_named(tmp_path: Path, name: str, line: Any, message: str)
         read(dataset_name=name, dataset_path=path, num_prompts=9)
 
 
+def test_a_line_that_is_not_text(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8 are named by their line."""
+    file = tmp_path / "lines"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .* must be JSON"):
+        read(dataset_name="custom", dataset_path=str(file))
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '[{"conversations": [{}, {}]}]', "[]"])
 def test_bad_sharegpt_files(tmp_path: Path, text: str) -> None:
     """A file that is not ShareGPT's JSON, or has no conversation of use, is refused."""
