@@ -13,13 +13,13 @@ that `--output-json` or `--save-result` names, pictures to the directory of `--p
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from tqdm import tqdm
 
 from minivllm.config import EngineConfig
@@ -253,7 +253,7 @@ def _serve(args: argparse.Namespace) -> int:
                 quiet=args.disable_tqdm or not sys.stderr.isatty(),
             )
 
-    result, answers = asyncio.run(run())
+    result, answers = uvloop.run(run())
     print(report(result))
     for error in sorted({answer.error for answer in answers if answer.error})[:10]:
         print(f"minivllm: a request failed: {error}", file=sys.stderr)
@@ -299,7 +299,7 @@ def _sweep(args: argparse.Namespace) -> int:
         num_halvings=args.num_halvings,
         quiet=not sys.stderr.isatty(),
     )
-    result = asyncio.run(work)
+    result = uvloop.run(work)
     for one in result["found"]:
         best = one["best"]
         name = ", ".join(f"{key}={value}" for key, value in one["settings"].items())
@@ -328,7 +328,7 @@ def _ablation(args: argparse.Namespace) -> int:
     tables = {}
     names = args.only or EXPERIMENTS
     for name in tqdm(names, desc="Experiments", disable=not sys.stderr.isatty()):
-        table = asyncio.run(run(name, config, machine_of))
+        table = uvloop.run(run(name, config, machine_of))
         print(table.show(), end="\n\n", flush=True)
         tables[name] = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         if args.plot is not None:
