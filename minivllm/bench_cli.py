@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -116,7 +117,12 @@ def _add_serve(parser: Parser) -> None:
     group.add_argument("--base-url", metavar="URL", help="in place of host and port")
     group.add_argument("--host", default="127.0.0.1", metavar="TEXT")
     group.add_argument("--port", type=int, default=8000, metavar="N")
-    group.add_argument("--api-key", metavar="TEXT", help="the server's key")
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        metavar="TEXT",
+        help="the server's key (default: the environment's OPENAI_API_KEY)",
+    )
     add_fields(parser.add_argument_group("load"), ServeOptions)
     add_fields(parser.add_argument_group("arrivals"), Arrivals)
     _goodput(parser)
