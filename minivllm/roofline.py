@@ -48,8 +48,8 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row brought one token."""
-        return self.num_tokens == self.num_rows
+        """Whether a token was sampled after each one computed: no part of a prompt is in it."""
+        return self.num_tokens == self.num_sampled
 
 
 def read_steps(file: Path) -> list[Step]:
