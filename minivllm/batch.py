@@ -9,7 +9,8 @@
 The worker keeps a table of rows (tokens, block ids, sampling parameters), so a plan names a row in
 full only when it starts or restarts (`NewRow`); from then on only as differences: how many tokens
 to compute and which blocks were added. The worker appends what it samples to its own table, which
-is why the host may plan step n+1 before it has seen the tokens of step n.
+is why the host may plan step n+1 before it has seen the tokens of step n. Drafts never cross: the
+worker makes them, verifies them in the same step, and answers with the tokens that stand.
 
 Invariants: `step` rises by one within a `generation`, a worker refuses gaps; a result answers
 exactly one plan, its `tokens` in the order of the plan's sampling rows; plans and orders are
@@ -56,6 +57,8 @@ class SampleInputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Nothing else is sampled; empty: no such limit."""
     bad_words: list[list[tuple[int, int, int]]] = []
     """A graph per word: (from byte, token id, to byte) for every token on a way to spell it."""
+    max_len: int = 0
+    """Tokens, prompt included, at which the output ends: no draft is worth making beyond."""
     min_len: int = 0
     """Tokens, prompt included, below which none of `end_ids` is sampled."""
     end_ids: list[int] = []
@@ -113,6 +116,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Whether the row catches up with its known tokens and so samples the next."""
     new_blocks: list[tuple[int, list[int]]]
     """(row, block ids to append to its table); for a new row the whole table."""
+    num_drafts: list[int] = []
+    """Most drafts to verify per row of the step, beside its `query_lens`; empty: none."""
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -132,14 +137,16 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     step: int
     tokens: list[list[int]]
     """New tokens per sampling row of the plan, in its order."""
-    logprobs: list[RowLogprobs | None]
-    """Like `tokens`; empty when no row asked."""
+    logprobs: list[list[RowLogprobs]]
+    """Like `tokens`, with nothing for a row that did not ask; empty when no row asked."""
     prompt_logprobs: list[tuple[int, list[RowLogprobs]]]
     """(index into the plan's `rows`, the next prompt tokens' log-probabilities, in order)."""
     failed: dict[int, str]
     """Index into the plan's `rows` -> why it could not go on; those requests fail alone."""
     seconds: float
     """Time the worker spent in the step."""
+    num_drafts: list[int] = []
+    """Drafts that were verified, per sampling row; empty: none."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -232,6 +232,10 @@ class BlockManager:
                 self._claims.setdefault(key, request)
         return True
 
+    def can_grow(self, request: Hashable, num_tokens: int) -> bool:
+        """Whether `grow` would find the blocks."""
+        return self.num_blocks_for(num_tokens) - self.num_held(request) <= len(self._free)
+
     def grow(self, request: Hashable, num_tokens: int) -> list[int] | None:
         """Blocks added so that the request's table holds `num_tokens`; None if too few are free."""
         table = self._tables[request]

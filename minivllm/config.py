@@ -35,6 +35,7 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 GENERATION_CONFIGS = ("auto", "vllm")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 TTFT_POLICIES = ("drop", "demote")
+SPECULATIVE_METHODS = ("ngram",)
 # What is taken from a model's generation_config.json.
 GENERATION_FIELDS = (
     "temperature",
@@ -44,6 +45,61 @@ GENERATION_FIELDS = (
     "repetition_penalty",
     "max_new_tokens",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made and verified, in the words of vLLM's `speculative_config`.
+
+    Raises `ConfigError` naming the key and the value when one cannot work.
+    """
+
+    method: str
+    """ngram: what followed the last tokens where they stood before (prompt lookup)."""
+    num_speculative_tokens: int
+    """Most drafts per row and step."""
+    prompt_lookup_max: int | None = None
+    """Most tokens that must match; None: as many as the least, 5 where neither is given."""
+    prompt_lookup_min: int | None = None
+    """Fewest tokens that must match; None: as many as the most."""
+
+    @classmethod
+    def parse(cls, settings: Any) -> Self:
+        """From what a user gave."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError("speculative_config", settings, "must map names to values")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in settings.items():
+            if name not in known:
+                rule = f"is not a setting of speculative_config{_did_you_mean(str(name), known)}"
+                raise UnknownConfigKeyError(str(name), value, rule)
+        for name in ("method", "num_speculative_tokens"):
+            if name not in settings:
+                raise ConfigError("speculative_config", settings, f"must have {name}")
+        return cls(**settings)
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            rule = f"must be one of {', '.join(SPECULATIVE_METHODS)}"
+            raise ConfigError("method", self.method, rule)
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, at_least=1)
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=1)
+        fewest, most = self.prompt_lookup_lens
+        if fewest > most:
+            rule = f"must be at most prompt_lookup_max ({most})"
+            raise ConfigError("prompt_lookup_min", fewest, rule)
+
+    @property
+    def prompt_lookup_lens(self) -> tuple[int, int]:
+        """Fewest and most tokens that must match.
+
+        >>> SpeculativeConfig(method="ngram", num_speculative_tokens=3).prompt_lookup_lens
+        (5, 5)
+        """
+        most = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or most, most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +119,7 @@ class SchedulerConfig:
     aging_s: float | None
     ttft_policy: str
     enable_prefix_caching: bool
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +142,7 @@ class WorkerConfig:
     enforce_eager: bool
     cudagraph_capture_sizes: tuple[int, ...] | None
     torch_compile: bool
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +209,9 @@ class EngineConfig:
     cudagraph_capture_sizes: Sequence[int] | None = None
     """Numbers of rows for which there is a CUDA graph; None: 1, 2, 4 and every 8 up to
     `max_num_seqs`."""
+    speculative_config: Mapping[str, Any] | None = None
+    """Draft tokens and verify several in one step, which leaves the output as it is: method (ngram)
+    and num_speculative_tokens, and what the method takes; see `SpeculativeConfig`."""
     torch_compile: bool = False
     """Compile the forward pass with torch.compile on a GPU: fewer kernels, minutes at the start."""
     num_gpu_blocks_override: int | None = None
@@ -188,9 +249,8 @@ class EngineConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for name, value in settings.items():
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UnknownConfigKeyError(name, value, f"is not a setting{hint}")
+                rule = f"is not a setting{_did_you_mean(name, known)}"
+                raise UnknownConfigKeyError(name, value, rule)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -247,6 +307,7 @@ class EngineConfig:
         _check_positive("step_timeout_s", self.step_timeout_s)
         self._check_gpu()
         self._explicit_max_model_len()
+        self._speculative()
 
     def _check_types(self) -> None:
         for name in ("model", "revision", "record"):
@@ -276,6 +337,10 @@ class EngineConfig:
         if self.torch_compile and (self.enforce_eager or self.device == "cpu"):
             rule = "must be False on a CPU and where enforce_eager is True"
             raise ConfigError("torch_compile", self.torch_compile, rule)
+
+    def _speculative(self) -> SpeculativeConfig | None:
+        given = self.speculative_config
+        return None if given is None else SpeculativeConfig.parse(given)
 
     def _explicit_max_model_len(self) -> int | None:
         """`max_model_len` as a number of tokens; None stands for auto.
@@ -323,6 +388,7 @@ class EngineConfig:
             aging_s=self.aging_s,
             ttft_policy=self.ttft_policy,
             enable_prefix_caching=self.enable_prefix_caching,
+            speculative=self._speculative(),
         )
         sizes = self.cudagraph_capture_sizes
         worker = WorkerConfig(
@@ -342,6 +408,7 @@ class EngineConfig:
             enforce_eager=self.enforce_eager,
             cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
             torch_compile=self.torch_compile,
+            speculative=self._speculative(),
         )
         return scheduler, worker
 
@@ -466,6 +533,11 @@ class ServerConfig:
         if variables is not None and not isinstance(variables, Mapping):
             rule = "must map names to values"
             raise ConfigError("default_chat_template_kwargs", variables, rule)
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _check_int(name: str, value: Any, *, at_least: int) -> None:

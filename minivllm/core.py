@@ -21,7 +21,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,15 @@ _TOKEN_ID_FIELDS = (
     "logprob_token_ids",
     "trace_decode_token_ids",
 )
+
+
+class _End(NamedTuple):
+    """How a request ends with one of its new tokens."""
+
+    num_dropped: int
+    """Tokens behind that one."""
+    reason: str
+    stop_reason: str | int | None = None
 
 
 class EngineCore:
@@ -140,8 +149,8 @@ class EngineCore:
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self._eos_ids
-        inputs = self._sample_inputs(params, len(token_ids), stop_ids, seed)
         max_len = min(self.max_model_len, len(token_ids) + (params.max_tokens or sys.maxsize))
+        inputs = self._sample_inputs(params, len(token_ids), max_len, stop_ids, seed)
         detokenizers = [self._detokenizer(params, token_ids) for _ in ids]
         requests = [
             Request(
@@ -204,7 +213,12 @@ class EngineCore:
         )
 
     def _sample_inputs(
-        self, params: SamplingParams, prompt_len: int, stop_ids: frozenset[int], seed: int
+        self,
+        params: SamplingParams,
+        prompt_len: int,
+        max_len: int,
+        stop_ids: frozenset[int],
+        seed: int,
     ) -> SampleInputs:
         """The worker's part of the parameters, words and defaults made into numbers: plain ones of
         bounded size, as a message cannot carry numpy's, nor integers of more than 64 bits."""
@@ -223,6 +237,7 @@ class EngineCore:
             logit_bias=[(id, float(bias)) for id, bias in (params.logit_bias or {}).items()],
             allowed_token_ids=sorted(set(params.allowed_token_ids or ())),
             bad_words=self._spell_bad_words(params.bad_words or ()),
+            max_len=max_len,
             min_len=prompt_len + self._bounded(params.min_tokens) if params.min_tokens else 0,
             end_ids=sorted(stop_ids) if params.min_tokens else [],
             forced_ids=list(params.trace_decode_token_ids or ()),
@@ -341,39 +356,58 @@ class EngineCore:
                 request.prompt_logprobs.append(self._logprobs(scored))
         if not update.tokens:
             return
-        self._metrics.count_tokens(request, len(update.tokens), now_s)
+        end = self._read(update)
+        if update.num_drafts:
+            stats.num_drafts += 1
+            stats.num_draft_tokens += update.num_drafts
+            stats.num_accepted_tokens += len(update.tokens) - 1
+            self._metrics.count_drafts(update.num_drafts, len(update.tokens) - 1)
+        num_tokens = len(update.tokens)
+        if end is not None and end.num_dropped:
+            num_tokens -= end.num_dropped
+            del request.tokens[-end.num_dropped :]
+        self._metrics.count_tokens(request, num_tokens, now_s)
         if stats.first_token_s is None:
             stats.first_token_s = now_s
         stats.last_token_s = now_s
-        request.count_tokens(self.scheduler.blocks.weight_epoch, len(update.tokens))
-        if request.logprobs is not None and update.logprobs is not None:
+        request.count_tokens(self.scheduler.blocks.weight_epoch, num_tokens)
+        if request.logprobs is not None:
             listed = bool(params.logprob_token_ids)
-            request.logprobs.append(self._logprobs(update.logprobs, listed=listed))
-            request.cumulative_logprob += update.logprobs.logprobs[0]
+            for row in update.logprobs[:num_tokens]:
+                request.logprobs.append(self._logprobs(row, listed=listed))
+                request.cumulative_logprob += row.logprobs[0]
+        if end is not None:
+            self._end(request, end.reason, end.stop_reason)
+        else:
+            request.text = self._detokenizers[request.id].text
+
+    def _read(self, update: Update) -> _End | None:
+        """Read the new tokens one by one; the end that one of them brings, if any. Tokens that were
+        accepted behind it are dropped: plain decoding would not have come to them."""
+        request, params = update.request, update.request.params
         detokenizer = self._detokenizers[request.id]
-        may_stop = request.num_output_tokens >= params.min_tokens
-        for token_id in update.tokens:
+        for num_dropped, token_id in zip(
+            reversed(range(len(update.tokens))), update.tokens, strict=True
+        ):
+            num_known = len(request.tokens) - num_dropped
+            may_stop = num_known - request.prompt_len >= params.min_tokens
             is_end = may_stop and token_id in request.stop_ids
             stop = None
             if not is_end or params.include_stop_str_in_output:
                 try:
                     stop = detokenizer.push([token_id]).stop
                 except RequestError as error:  # a pattern that takes too long to search for
-                    self._end(request, "error", str(error))
-                    return
+                    return _End(num_dropped, "error", str(error))
             if is_end:
                 is_eos = token_id in self._eos_ids and not params.ignore_eos
-                self._end(request, "stop", None if is_eos else token_id)
-                return
+                return _End(num_dropped, "stop", None if is_eos else token_id)
             if stop is not None:
-                self._end(request, "stop", stop)
-                return
-        if len(request.tokens) >= request.max_len:
-            self._end(request, "length")
-        elif may_stop and _is_repetitive(request):
-            self._end(request, "repetition")
-        else:
-            request.text = detokenizer.text
+                return _End(num_dropped, "stop", stop)
+            if num_known >= request.max_len:
+                return _End(num_dropped, "length")
+            if may_stop and _is_repetitive(request, num_known):
+                return _End(num_dropped, "repetition")
+        return None
 
     def _logprobs(self, row: RowLogprobs, *, listed: bool = False) -> dict[int, Logprob]:
         """`listed`: behind the first are tokens that the request named, whose rank is not known."""
@@ -479,12 +513,14 @@ def _default_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingPar
         raise ConfigError("generation_config", error.value, f"has a bad {error.field}") from error
 
 
-def _is_repetitive(request: Request) -> bool:
-    """Whether the output ends in a pattern as often as `repetition_detection` says."""
+def _is_repetitive(request: Request, num_known: int) -> bool:
+    """Whether the first `num_known` tokens end in a pattern as often as `repetition_detection`
+    says."""
     rule = request.params.repetition_detection
     if rule is None:
         return False
-    tail = request.tokens[request.prompt_len :][-rule.max_pattern_size * rule.min_count :]
+    longest = rule.max_pattern_size * rule.min_count
+    tail = request.tokens[max(request.prompt_len, num_known - longest) : num_known]
     return any(
         len(tail) >= size * rule.min_count
         and tail[-size * rule.min_count :] == tail[-size:] * rule.min_count

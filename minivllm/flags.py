@@ -39,6 +39,7 @@ _EXAMPLES = {
     "logit_bias": '{"1234": 5}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',
     "override_generation_config": '{"temperature": 0.5}',
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
 }
 
 

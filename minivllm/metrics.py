@@ -71,6 +71,16 @@ class EngineMetrics:
         self._ends = self._counter(
             "request_success", "Requests that have ended, by reason", "finished_reason"
         )
+        self._num_drafts = self._counter("spec_decode_num_drafts", "Rows' steps with drafts")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified")
+        self._accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted"
+        )
+        self._accepted_per_pos = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place among the drafts",
+            "position",
+        )
         self._rejections = self._counter(
             "admission_rejections", "Requests refused because a queue was full", "reason"
         )
@@ -132,6 +142,14 @@ class EngineMetrics:
         self._cached_tokens.inc(num_cached)
         self._by_source.labels("local_cache_hit").inc(num_cached)
         self._by_source.labels("local_compute").inc(request.prompt_len - num_cached)
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A step verified drafts for a request, and the first so many of them stood."""
+        self._num_drafts.inc()
+        self._draft_tokens.inc(num_drafts)
+        self._accepted_tokens.inc(num_accepted)
+        for position in range(num_accepted):
+            self._accepted_per_pos.labels(str(position)).inc()
 
     def count_end(self, request: Request) -> None:
         """A request has ended."""
@@ -234,6 +252,8 @@ def finished_line(request: Request) -> str:
         f"ITL {_ms(stats.first_token_s, stats.last_token_s, max(1, num_output - 1))}",
         f"end-to-end {_ms(stats.arrival_s, stats.finished_s)}",
     ]
+    if stats.num_draft_tokens:
+        parts.append(f"drafts {stats.num_draft_tokens} ({stats.num_accepted_tokens} accepted)")
     return ", ".join(parts)
 
 

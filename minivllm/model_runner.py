@@ -9,8 +9,8 @@
 that it returns is waited for. So the host prepares step n+1 while a GPU computes step n, whose
 tokens step n+1 takes from the device. Only a row whose tokens the host must see first makes it
 wait: one with penalties, bans or other adjustments that look at its history, and one that starts
-anew where another row's tokens are still on their way. On a CPU the same code has nothing to wait
-for.
+anew where another row's tokens are still on their way; and every row where tokens are drafted, for
+drafts follow from them. On a CPU the same code has nothing to wait for.
 
 The memory of a GPU is shared out in this order. Weights are loaded. A step as large as any is run
 on a cache that is only the null block: its peak is what activations need. The largest and the
@@ -61,8 +61,8 @@ from minivllm.errors import ConfigError, WorkerError
 from minivllm.graphs import Capture, Captured, CudaCapture, Forwarded, StepGraphs, ladder
 from minivllm.loader import dummy_model, load_model
 from minivllm.models import Decoder
-from minivllm.pending import Pending
-from minivllm.rows import FORWARD_ARRAYS, RowTable, decode_token_ids
+from minivllm.pending import Drafted, Pending
+from minivllm.rows import FORWARD_ARRAYS, RowTable, decode_token_ids, spread
 from minivllm.sampling import (
     LOGPROB_ROWS,
     AdjustedRow,
@@ -73,8 +73,11 @@ from minivllm.sampling import (
     gather_logprobs,
     sample,
 )
+from minivllm.spec import Proposer, make_proposer
 
 _T = TypeVar("_T")
+
+_NO_DRAFT = np.array([-1])
 
 # Block tables are cut to a multiple of this many blocks: kernels are compiled anew for a width that
 # is not a multiple of 16.
@@ -88,9 +91,15 @@ _NUM_STAGED = 16
 class ModelRunner:
     """A loaded model with its KV cache, ready for steps."""
 
-    def __init__(self, config: WorkerConfig, *, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        capture: Capture | None = None,
+        proposer: Proposer | None = None,
+    ) -> None:
         """Load, size and warm up. `capture` records graphs in place of `CudaCapture`, and then on a
-        CPU too, which has none of its own.
+        CPU too, which has none of its own; `proposer` drafts in place of the config's.
 
         Raises: `ModelError` for weights that cannot be used; `ConfigError` when the memory for KV
                 does not hold a single request
@@ -118,6 +127,9 @@ class ModelRunner:
         self._staging = Staging(8 * _NUM_STAGED * (R + self._max_changes + 64), device)
         self._graphs = self._make_graphs(capture)
         self._latest: Pending | None = None
+        self._proposer = proposer
+        if proposer is None and config.speculative is not None:
+            self._proposer = make_proposer(config.speculative, R)
         self._next_step = 0
         self._logprobs_mode = LogprobsMode(
             processed=config.logprobs_mode.startswith("processed"),
@@ -353,19 +365,31 @@ class ModelRunner:
         query_lens = np.array(plan.query_lens)
         self._await_tokens(plan, rows[samples])
         for new in plan.new_rows:
-            self._rows.start(new)
+            self._start(new)
         changes = self._rows.add_blocks(plan.new_blocks)
+        drafted = self._draft(plan, rows, query_lens, samples)
+        known_lens = (self._rows.num_computed[rows] + query_lens)[samples]
+        num_drafts = np.zeros_like(query_lens)
+        if drafted is not None:
+            num_drafts[samples] = drafted.num_drafts
+        computed_lens = query_lens + num_drafts
 
-        size = self._graphs.size_for(query_lens)
-        positions = (self._rows.num_computed[rows] + query_lens)[samples]
-        sampling = self._sampling_batch(rows[samples], positions)
-        staged = self._send(rows, query_lens, samples, size or len(rows), sampling, changes)
-        hidden, finite = self._forward(staged, rows, query_lens, size)
-        prompt_logprobs = self._score_prompts(hidden, rows, query_lens)
+        size = self._graphs.size_for(computed_lens)
+        counts = 1 + num_drafts[samples]
+        sampled_rows = np.repeat(rows[samples], counts)
+        sampling = self._sampling_batch(sampled_rows, spread(known_lens, counts))
+        picked = {
+            "logits_idx": spread(np.cumsum(computed_lens)[samples] - counts, counts),
+            "sampling_rows": sampled_rows,
+        }
+        staged = self._send(rows, computed_lens, picked, size or len(rows), sampling, changes)
+        hidden, finite = self._forward(staged, rows, computed_lens, size)
+        prompt_logprobs = self._score_prompts(hidden, rows, computed_lens)
         on_device = {name: staged[f"sample_{name}"] for name in sampling.arrays()}
         sampling = replace(sampling, on_device=on_device)
-        output = self._sample(hidden[staged["logits_idx"]], rows[samples], sampling)
-        self._last_token_ids.index_copy_(0, staged["sampling_rows"], output.token_ids)
+        output = self._sample(hidden[staged["logits_idx"]], sampled_rows, sampling)
+        if drafted is None:
+            self._last_token_ids.index_copy_(0, staged["sampling_rows"], output.token_ids)
         self._rows.advance(rows, query_lens, rows[samples])
         self._latest = Pending(
             plan,
@@ -373,10 +397,40 @@ class ModelRunner:
             output,
             finite[: len(rows)],
             prompt_logprobs,
+            drafted,
             previous=self._latest,
             start_s=start_s,
         )
         return self._latest
+
+    def _start(self, new: NewRow) -> None:
+        self._rows.start(new)
+        if self._proposer is not None:
+            self._proposer.start(new.row)
+
+    def _draft(
+        self, plan: StepPlan, rows: np.ndarray, query_lens: np.ndarray, samples: np.ndarray
+    ) -> Drafted | None:
+        """Put drafts behind the tokens of the rows that may have some."""
+        if self._proposer is None or not plan.num_drafts:
+            return None
+        table = self._rows
+        num_drafts = np.zeros_like(rows)
+        draft_ids = []
+        known_lens = table.num_computed[rows] + query_lens
+        most = np.minimum(plan.num_drafts, table.max_len[rows] - known_lens - 1)
+        for idx in np.flatnonzero(samples).tolist():
+            row, known_len = int(rows[idx]), int(known_lens[idx])
+            if most[idx] > 0:
+                known = table.token_ids[row, :known_len]
+                found = self._proposer.propose(row, known, int(most[idx]))
+                num_drafts[idx] = len(found)
+                table.draft(row, known_len, found)
+                draft_ids.append(found)
+            draft_ids.append(_NO_DRAFT)
+        if not num_drafts.any():
+            return None
+        return Drafted(num_drafts[samples], np.concatenate(draft_ids))
 
     def _await_tokens(self, plan: StepPlan, sampling_rows: np.ndarray) -> None:
         """See to it that the host knows the tokens that it needs for this step."""
@@ -384,7 +438,9 @@ class ModelRunner:
         restarted = [new.row for new in plan.new_rows]
         adjusted = sampling_rows[table.is_adjusted[sampling_rows]]
         if self._latest is not None and (
-            table.num_awaited[restarted].any() or table.num_awaited[adjusted].any()
+            self._proposer is not None
+            or table.num_awaited[restarted].any()
+            or table.num_awaited[adjusted].any()
         ):
             self._latest.result()
 
@@ -392,7 +448,7 @@ class ModelRunner:
         self,
         rows: np.ndarray,
         query_lens: np.ndarray,
-        samples: np.ndarray,
+        picked: Mapping[str, np.ndarray],
         num_rows: int,
         sampling: SamplingBatch,
         changes: np.ndarray,
@@ -404,8 +460,7 @@ class ModelRunner:
             np.append(rows, np.full(padding, table.null_row)),
             np.append(query_lens, np.full(padding, query_lens[0])),
         )
-        arrays["logits_idx"] = (np.cumsum(query_lens) - 1)[samples]
-        arrays["sampling_rows"] = rows[samples]
+        arrays |= picked
         arrays |= {f"sample_{name}": array for name, array in sampling.arrays().items()}
         while len(changes) > self._max_changes:  # rows whose long prefix was in the cache
             self._change_tables(upload(changes[: self._max_changes], self._device))

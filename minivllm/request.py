@@ -366,6 +366,11 @@ class RequestStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0
+    num_drafts: int = 0
+    """Steps that verified drafts for it."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of the draft tokens, those that stood."""
     demoted: bool = False
     """Served after all others, because it could not have its first token in time."""
 
@@ -423,6 +428,7 @@ class Request:
         "logprobs",
         "max_len",
         "num_computed",
+        "num_drafted",
         "num_pending",
         "num_scheduled",
         "num_seen",
@@ -490,6 +496,7 @@ class Request:
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
+        self.num_drafted = 0  # drafts in flight: so many tokens more may be known by now
         self.num_seen = 0  # tokens known at the last restart: more than this is progress
         self.num_started = 0  # tokens known when it last began to run
         self.suspect = False  # was in flight, without progress, when a worker died

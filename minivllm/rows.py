@@ -44,6 +44,7 @@ class RowTable:
         self.num_scored = np.zeros(num_rows, np.int64)
         self.num_awaited = np.zeros(num_rows, np.int64)  # tokens that are not on the host yet
         self.prompt_len = np.zeros(num_rows, np.int64)
+        self.max_len = np.zeros(num_rows, np.int64)
         self.inputs: list[SampleInputs] = [SampleInputs(seed=0)] * num_rows
         self.is_adjusted = np.zeros(num_rows, bool)
         self.temperature = np.zeros(num_rows, np.float32)
@@ -66,7 +67,7 @@ class RowTable:
         inputs = new.inputs
         self.inputs[row] = inputs
         self.is_adjusted[row] = inputs.adjusts or bool(inputs.logprob_token_ids)
-        for name in ("prompt_len", *_SCALARS):
+        for name in ("prompt_len", "max_len", *_SCALARS):
             getattr(self, name)[row] = getattr(inputs, name)
 
     def add_blocks(self, new_blocks: Sequence[tuple[int, list[int]]]) -> np.ndarray:
@@ -84,16 +85,21 @@ class RowTable:
             changes.append(np.stack((places, np.array(block_ids, np.int64)), axis=1))
         return np.concatenate(changes)
 
+    def draft(self, row: int, known_len: int, draft_ids: np.ndarray) -> None:
+        """Put drafts behind the row's known tokens, for one step: they become known as they arrive.
+
+        Shapes: draft_ids [n]
+        """
+        self.token_ids[row, known_len : known_len + len(draft_ids)] = draft_ids
+
     def flatten(self, rows: np.ndarray, query_lens: np.ndarray) -> dict[str, np.ndarray]:
         """The tokens of a step in one sequence: row i contributes `query_lens[i]` of them. The
         names, shapes and types are those of `ForwardBatch`; `row_ids` choose the block tables."""
         P = self._block_size
         ends = np.cumsum(query_lens)
-        T = int(ends[-1])
         context_lens = self.num_computed[rows]
         row_of_token = np.repeat(rows, query_lens)
-        # [0 1 2 | 0 | 0 1] + where each row's computed tokens end
-        positions = np.arange(T) + np.repeat(context_lens - (ends - query_lens), query_lens)
+        positions = spread(context_lens, query_lens)
         blocks = self.block_table[row_of_token, positions // P].astype(np.int64)
         return {
             "token_ids": self.token_ids[row_of_token, positions],
@@ -114,13 +120,36 @@ class RowTable:
         self.token_ids[sampling_rows, positions] = -1 - sampling_rows
         self.num_awaited[sampling_rows] += 1
 
-    def arrive(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """The tokens of a launched step are on the host.
+    def arrive(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        num_new: np.ndarray | None = None,
+    ) -> None:
+        """The tokens of a launched step are on the host: one per row, or as many as stood, of which
+        all but the last are drafts and so computed.
 
-        Shapes: rows, positions, token_ids [S]
+        Shapes: rows, positions [S]; token_ids [S], or [sum of num_new]; num_new [S]
         """
-        self.token_ids[rows, positions] = token_ids
         self.num_awaited[rows] -= 1
+        if num_new is not None:
+            self.num_computed[rows] += num_new - 1
+            positions = spread(positions, num_new)
+            rows = np.repeat(rows, num_new)
+        self.token_ids[rows, positions] = token_ids
+
+
+def spread(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """From each start on, as many numbers as its count.
+
+    Shapes: starts, counts [S]; out [sum of counts]
+
+    >>> spread(np.array([7, 2]), np.array([1, 3])).tolist()
+    [7, 2, 3, 4]
+    """
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
 def decode_token_ids(token_ids: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:

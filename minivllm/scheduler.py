@@ -1,6 +1,6 @@
 """Decides, step by step, which requests compute how many tokens, and who waits.
 
-No prefill, no decode: a step lets each request catch its computed tokens up to its known ones. A
+No prefill, no decode: a step lets each request catch its computed tokens up to its known ones; a
 row that catches up samples. So batching, chunked prefill and resumption are one path.
 
     waiting ──admit──> running ──finish──> ended         waiting: a heap in order of service
@@ -15,11 +15,11 @@ nobody. The oldest of the best class is never a victim, so something finishes. E
 request takes seat and blocks from strictly worse classes if it then starts in the same step; one
 whom only aging put ahead spares those without a new token, so that both get on, turn by turn.
 
-Overlap: `num_scheduled` counts tokens in flight as done, `num_pending` those sampled but unseen. A
+Overlap: `num_scheduled` counts tokens in flight as done, `num_pending` those sampled but unseen; a
 request in flight is no victim (to be evicted, it first sits out a step) and frees blocks later.
+Drafts in flight (`num_drafted`) get blocks, and count as rejected until the result says better.
 Failure: `restart` turns the death of the workers into everyone's preemption. Rows in flight without
 progress are suspects: they resume apart, in halves of the group that died, until all moved on.
-
 Invariants: a step never exceeds its budget; one end per request; with unfinished requests and
 nothing in flight, `plan` always returns a step. Blocks: `blocks`. Text and stops: `core`.
 """
@@ -48,6 +48,7 @@ from minivllm.policy import (
     recompute_cost,
 )
 from minivllm.request import Request, RequestState
+from minivllm.steps import InFlight, OpenStep
 
 MAX_STRIKES = 3
 
@@ -76,45 +77,14 @@ class Update(NamedTuple):
     request: Request
     tokens: list[int]
     """Sampled; already appended to the request."""
-    logprobs: RowLogprobs | None
+    logprobs: list[RowLogprobs]
+    """Theirs, if the request asked."""
     prompt_logprobs: list[RowLogprobs]
     """Of the next prompt tokens."""
+    num_drafts: int
+    """Drafts that were verified; all tokens but the last are accepted ones."""
     error: str | None
     """Why the row failed; then there is nothing else."""
-
-
-class _InFlight(NamedTuple):
-    plan: StepPlan
-    requests: list[Request]
-
-
-class _Step:
-    """A plan being built."""
-
-    __slots__ = (
-        "budget",
-        "held",
-        "may_admit",
-        "new_blocks",
-        "new_rows",
-        "pace",
-        "query_lens",
-        "requests",
-        "rows",
-        "samples",
-    )
-
-    def __init__(self, budget: int, pace: Pace | None) -> None:
-        self.budget = budget
-        self.pace = pace
-        self.may_admit = True  # until a running request found no block
-        self.held: set[Request] = set()  # evicted, or to be as soon as they are not in flight
-        self.requests: list[Request] = []
-        self.rows: list[int] = []
-        self.query_lens: list[int] = []
-        self.samples: list[bool] = []
-        self.new_rows: list[NewRow] = []
-        self.new_blocks: list[tuple[int, list[int]]] = []
 
 
 class Scheduler:
@@ -133,7 +103,7 @@ class Scheduler:
         )
         self.stats = SchedulerStats()
         self.generation = 0
-        self.in_flight: deque[_InFlight] = deque()
+        self.in_flight: deque[InFlight] = deque()
         self.running: list[Request] = []
         self.waiting = WaitingQueue()
         self._deadlines = Deadlines(clock, self._shortest_s)
@@ -297,7 +267,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute until a result arrives."""
         unserved = deque(r for r in self.running if not self._is_paused(r))
-        step = _Step(self.config.max_num_batched_tokens, self._pace(unserved))
+        step = OpenStep(self.config.max_num_batched_tokens, self._pace(unserved))
         while step.may_admit and step.budget > 0 and (head := self._head()) is not None:
             rank = self._aging.rank(head)
             while unserved and self._aging.rank(unserved[0]) <= rank:
@@ -308,19 +278,11 @@ class Scheduler:
             self._serve(step, unserved)
         if not step.requests:
             return None
-        plan = StepPlan(
-            generation=self.generation,
-            step=self._next_step,
-            new_rows=step.new_rows,
-            rows=step.rows,
-            query_lens=step.query_lens,
-            samples=step.samples,
-            new_blocks=step.new_blocks,
-        )
+        entry = step.close(self.generation, self._next_step)
         self._next_step += 1
         self.stats.num_steps += 1
-        self.in_flight.append(_InFlight(plan, step.requests))
-        return plan
+        self.in_flight.append(entry)
+        return entry.plan
 
     def _pace(self, unserved: Iterable[Request]) -> Pace | None:
         """What the requests that decode leave to prompts; None: everything."""
@@ -332,15 +294,21 @@ class Scheduler:
             return None
         return Pace(self._times, target_ms / 1000, context_lens, self.config.block_size)
 
-    def _serve(self, step: _Step, unserved: deque[Request]) -> None:
+    def _serve(self, step: OpenStep, unserved: deque[Request]) -> None:
         """Schedule the first of the running requests that are left."""
         request = unserved.popleft()
         if step.budget == 0 or request in step.held or request.state is not RequestState.RUNNING:
             return
-        num_tokens = self._num_tokens(step, request, max(1, step.budget - len(unserved)))
+        budget = max(1, step.budget - len(unserved))
+        num_tokens = self._num_tokens(step, request, budget)
         if num_tokens == 0:
             return
-        new_blocks = self._grow(step, request, request.num_scheduled + num_tokens)
+        num_drafts = self._num_drafts(request, budget - num_tokens)
+        # Every draft in flight may be accepted; the workers stop at `max_len`.
+        end = request.num_scheduled + request.num_drafted + num_tokens
+        if not self.blocks.can_grow(request, min(end + num_drafts, request.max_len)):
+            num_drafts = 0  # nobody is preempted for them
+        new_blocks = self._grow(step, request, min(end + num_drafts, request.max_len))
         if new_blocks is None:
             if request.state is RequestState.RUNNING:
                 unserved.clear()  # they must come to rest, so that one of them can be a victim
@@ -348,14 +316,14 @@ class Scheduler:
         if len(new_blocks) > 0:
             assert request.row is not None, "a running request has a row"
             step.new_blocks.append((request.row, new_blocks))
-        self._schedule(step, request, num_tokens)
+        self._schedule(step, request, num_tokens, num_drafts)
 
     def _num_missing(self, request: Request) -> int:
         """Known tokens that are not computed yet; 0 when the request will end without them."""
         known = len(request.tokens) + request.num_pending
         return 0 if known >= request.max_len else known - request.num_scheduled
 
-    def _num_tokens(self, step: _Step, request: Request, budget: int) -> int:
+    def _num_tokens(self, step: OpenStep, request: Request, budget: int) -> int:
         """Tokens that the request computes in this step."""
         num_missing = self._num_missing(request)
         if step.pace is not None and num_missing > 1:
@@ -365,20 +333,25 @@ class Scheduler:
             budget = min(budget, cap)
         return min(num_missing, budget)
 
-    def _schedule(self, step: _Step, request: Request, num_tokens: int) -> None:
+    def _num_drafts(self, request: Request, budget: int) -> int:
+        """Drafts to verify for a request that decodes, none of them past its end."""
+        if self.config.speculative is None or self._num_missing(request) != 1:
+            return 0
+        num_left = request.max_len - len(request.tokens) - request.num_pending
+        return max(0, min(self.config.speculative.num_speculative_tokens, num_left - 1, budget))
+
+    def _schedule(
+        self, step: OpenStep, request: Request, num_tokens: int, num_drafts: int = 0
+    ) -> None:
         if step.pace is not None and self._num_missing(request) > 1:
             step.pace.spend(num_tokens, request.num_scheduled)
         request.num_scheduled += num_tokens
         samples = request.num_scheduled == len(request.tokens) + request.num_pending
         request.num_pending += samples
-        step.budget -= num_tokens
-        assert request.row is not None, "a running request has a row"
-        step.requests.append(request)
-        step.rows.append(request.row)
-        step.query_lens.append(num_tokens)
-        step.samples.append(samples)
+        request.num_drafted += num_drafts
+        step.add(request, num_tokens, num_drafts, samples=samples)
 
-    def _grow(self, step: _Step, request: Request, num_tokens: int) -> list[int] | None:
+    def _grow(self, step: OpenStep, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for a running request, preempting others for them; None when there are none: the
         request itself was preempted, or nobody can be, now."""
         while (new_blocks := self.blocks.grow(request, num_tokens)) is None:
@@ -434,7 +407,7 @@ class Scheduler:
         head = self.waiting.head()
         return None if head is None or self._is_paused(head) else head
 
-    def _admit(self, step: _Step, head: Request, unserved: deque[Request]) -> bool:
+    def _admit(self, step: OpenStep, head: Request, unserved: deque[Request]) -> bool:
         """Start the first waiting request, or park it; False when it must wait, and so must those
         behind it. `unserved`: the running requests of a worse class."""
         num_tokens = len(head.tokens)
@@ -470,7 +443,7 @@ class Scheduler:
         return not claimant.finished and self._aging.rank(claimant) > self._aging.rank(head)
 
     def _make_room(
-        self, step: _Step, head: Request, num_hit: int, unserved: Iterable[Request]
+        self, step: OpenStep, head: Request, num_hit: int, unserved: Iterable[Request]
     ) -> list[Request] | None:
         """Whom to evict so that `head` can start: nobody when it can already, None when it could
         not even then. The worst class first, then who is not in flight, then the cheapest."""
@@ -486,9 +459,7 @@ class Scheduler:
         if self._suspects:
             candidates = [r for r in self.running if self._is_paused(r)]
         else:
-            candidates = [
-                r for r in unserved if r not in step.held and self._may_evict(head, r)
-            ]
+            candidates = [r for r in unserved if r not in step.held and self._may_evict(head, r)]
         num_needed = num_short([])
         candidates.sort(key=lambda r: (_is_in_flight(r), self._cost(r, num_needed), -r.number))
         candidates.sort(key=self._aging.rank, reverse=True)
@@ -517,7 +488,7 @@ class Scheduler:
         return len(self.running) - num_evicted < self.config.max_num_active_seqs
 
     def _start_running(
-        self, step: _Step, request: Request, num_cached: int, num_behind: int
+        self, step: OpenStep, request: Request, num_cached: int, num_behind: int
     ) -> None:
         if request.stats.scheduled_s is None:
             request.stats.scheduled_s = self.clock()
@@ -552,21 +523,27 @@ class Scheduler:
         if (result.generation, result.step) != (plan.generation, plan.step):
             got = f"{result.generation}.{result.step}"
             raise AssertionError(f"result {got} does not answer {plan.generation}.{plan.step}")
-        self._times.observe(plan.query_lens, [r.num_computed for r in requests], result.seconds)
-        updates = []
+        updates, query_lens, context_lens = [], [], []
         sampled = iter(result.tokens)
-        logprobs = iter(result.logprobs or [None] * len(result.tokens))
+        logprobs = iter(result.logprobs or [[]] * len(result.tokens))
+        num_verified = iter(result.num_drafts or [0] * len(result.tokens))
         prompt_logprobs = dict(result.prompt_logprobs)
         for idx, request in enumerate(requests):
             samples = plan.samples[idx]
-            tokens, row_logprobs = (next(sampled), next(logprobs)) if samples else ([], None)
-            request.num_computed += plan.query_lens[idx]
+            tokens, row_logprobs = (next(sampled), next(logprobs)) if samples else ([], [])
+            num_drafts = next(num_verified) if samples else 0
+            query_lens.append(plan.query_lens[idx] + num_drafts)
+            context_lens.append(request.num_computed)
+            num_accepted = max(0, len(tokens) - 1)
+            request.num_computed += plan.query_lens[idx] + num_accepted
+            request.num_scheduled += num_accepted
             request.num_pending -= samples
+            request.num_drafted -= plan.num_drafts[idx] if plan.num_drafts else 0
             if request.finished:
                 if not _is_in_flight(request):
                     self._forget(request)
             elif idx in result.failed:
-                updates.append(Update(request, [], None, [], result.failed[idx]))
+                updates.append(Update(request, [], [], [], 0, result.failed[idx]))
             else:
                 request.tokens.extend(tokens)
                 self._unpark(self.blocks.commit(request, request.num_computed))
@@ -574,7 +551,8 @@ class Scheduler:
                 if samples:
                     self._clear(request)
                 if samples or scored:
-                    updates.append(Update(request, tokens, row_logprobs, scored, None))
+                    updates.append(Update(request, tokens, row_logprobs, scored, num_drafts, None))
+        self._times.observe(query_lens, context_lens, result.seconds)
         return updates
 
     def _clear(self, request: Request) -> None:
@@ -626,6 +604,7 @@ class Scheduler:
         for request in self.running:
             request.row = None
             request.num_computed = request.num_scheduled = request.num_pending = 0
+            request.num_drafted = 0
             request.stats.num_restarts += 1
             request.state = RequestState.WAITING
             self._aging.wait(request)

@@ -68,8 +68,11 @@ class FakeModel:
         max_num_seqs: int,
         vocab_size: int = 997,
         fails: Callable[[list[int]], bool] = lambda tokens: False,
+        stands: Callable[[int], bool] = lambda digest: digest % 7 > 2,
     ) -> None:
-        """`fails`: whether the row with these tokens produces numbers that are not finite."""
+        """`fails`: whether the row with these tokens produces numbers that are not finite;
+        `stands`: whether a draft that follows this digest is the token that will be sampled."""
+        self.stands = stands
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.kv_epochs = [0] * (num_blocks * block_size)
         self.epoch = 0
@@ -90,7 +93,8 @@ class FakeModel:
         assert not self.asleep, "a plan for a sleeping worker"
         assert plan.step == self.next_step, "a gap in the steps"
         self.next_step += 1
-        assert 0 < sum(plan.query_lens) <= self.max_tokens, "over budget"
+        num_drafts = plan.num_drafts or [0] * len(plan.rows)
+        assert 0 < sum(plan.query_lens) + sum(num_drafts) <= self.max_tokens, "over budget"
         assert 0 < len(plan.rows) <= self.max_rows, "too many rows"
         assert len(set(plan.rows)) == len(plan.rows), "a row twice in a step"
         assert min(plan.query_lens) > 0, "a row without tokens"
@@ -110,7 +114,8 @@ class FakeModel:
         for row, end in ends.items():
             self._store(row, end)
         tokens: list[list[int]] = []
-        logprobs: list[RowLogprobs | None] = []
+        logprobs: list[list[RowLogprobs]] = []
+        num_verified: list[int] = []
         prompt_logprobs: list[tuple[int, list[RowLogprobs]]] = []
         failed: dict[int, str] = {}
         for idx, (row, samples) in enumerate(zip(plan.rows, plan.samples, strict=True)):
@@ -121,14 +126,39 @@ class FakeModel:
                 failed[idx] = "not finite"
             prompt_logprobs += [(idx, scored)] if (scored := self._score(row, ends[row])) else []
             if samples:
-                logprobs.append(self._logprobs(next_token(digest, self.vocab_size), row))
-                tokens.append([next_token(digest, self.vocab_size)])
-                self.tokens[row].append(tokens[-1][0])
+                num_verified.append(self._verify(row, digest, num_drafts[idx]))
+                tokens.append(self.tokens[row][ends[row] :])
+                logprobs.append([x for t in tokens[-1] if (x := self._logprobs(t, row))])
         if not any(logprobs):
             logprobs = []
         return StepResult(
-            plan.generation, plan.step, tokens, logprobs, prompt_logprobs, failed, 0.0
+            plan.generation,
+            plan.step,
+            tokens,
+            logprobs,
+            prompt_logprobs,
+            failed,
+            0.0,
+            num_verified if any(num_verified) else [],
         )
+
+    def _verify(self, row: int, digest: int, num_drafts: int) -> int:
+        """Sample; draft as often as allowed, some of it wrong, and keep what stands. KV of drafts
+        that do not stand stays in the row's slots. Returns how many drafts there were."""
+        tokens = self.tokens[row]
+        num_drafts = max(0, min(num_drafts, self.inputs[row].max_len - len(tokens) - 1))
+        tokens.append(next_token(digest, self.vocab_size))
+        is_right = True
+        for position in range(len(tokens) - 1, len(tokens) - 1 + num_drafts):
+            draft = tokens[-1] if is_right and self.stands(digest) else -1
+            is_right = is_right and draft >= 0
+            digest = extend(digest, draft)
+            self.kv[self._slot(row, position)] = digest
+            self.kv_epochs[self._slot(row, position)] = self.epoch
+            if is_right:
+                self.num_computed[row] += 1
+                tokens.append(next_token(digest, self.vocab_size))
+        return num_drafts
 
     def _logprobs(self, token: int, row: int) -> RowLogprobs | None:
         count, listed = self.inputs[row].num_logprobs, self.inputs[row].logprob_token_ids

@@ -9,7 +9,7 @@ import msgspec
 from fakes import FakeModel, expected_output
 
 from minivllm.batch import SampleInputs, StepPlan, StepResult
-from minivllm.config import SchedulerConfig
+from minivllm.config import SchedulerConfig, SpeculativeConfig
 from minivllm.request import Request, SamplingParams
 from minivllm.scheduler import Scheduler
 
@@ -35,6 +35,10 @@ def limits(**changes: Any) -> SchedulerConfig:
     if "max_num_seqs" in changes:
         values["max_num_active_seqs"] = changes["max_num_seqs"]
     return SchedulerConfig(**(values | changes))
+
+
+def drafting(num_speculative_tokens: int) -> SpeculativeConfig:
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=num_speculative_tokens)
 
 
 class Host:
@@ -73,6 +77,7 @@ class Host:
         )
 
     def add(self, prompt: list[int], max_tokens: int = 5, **urgency: Any) -> Request:
+        max_len = min(len(prompt) + max_tokens, self.config.max_model_len)
         request = Request(
             id=f"r{self.number}",
             group_id="g",
@@ -80,8 +85,8 @@ class Host:
             prompt=None,
             prompt_token_ids=prompt,
             params=SamplingParams(max_tokens=max_tokens),
-            inputs=SampleInputs(seed=0),
-            max_len=min(len(prompt) + max_tokens, self.config.max_model_len),
+            inputs=SampleInputs(seed=0, max_len=max_len),
+            max_len=max_len,
             stop_ids=frozenset(),
             **urgency,
         )

@@ -60,15 +60,16 @@ INPUTS = SampleInputs(
     processors=[],
 )
 ROW = NewRow(3, b"\x01\0\0\0\xff\xff\0\0", 16, 2, INPUTS)
-PLAN = StepPlan(2, 7, [ROW], [3, 0], [2, 1], [True, False], [(3, [9, 10]), (0, [])])
+PLAN = StepPlan(2, 7, [ROW], [3, 0], [2, 1], [True, False], [(3, [9, 10]), (0, [])], [3, 0])
 RESULT = StepResult(
     2,
     7,
     [[5], [6, 7]],
-    [RowLogprobs([5, 1], [-0.5, -1e9], 2), None],
+    [[RowLogprobs([5, 1], [-0.5, -1e9], 2)], []],
     [(1, [RowLogprobs([9], [-2.0], 1)])],
     {1: "not finite"},
     0.25,
+    [0, 3],
 )
 HOST: list[Any] = [
     Start(1, CONFIG, 0.5),
@@ -146,6 +147,7 @@ PLANS = st.builds(
     query_lens=st.lists(INTS),
     samples=st.lists(st.booleans()),
     new_blocks=st.lists(st.tuples(INTS, st.lists(INTS)), max_size=3),
+    num_drafts=st.lists(INTS),
 )
 LOGPROBS = st.builds(RowLogprobs, st.lists(INTS), st.lists(FLOATS), INTS)
 RESULTS = st.builds(
@@ -153,10 +155,11 @@ RESULTS = st.builds(
     generation=INTS,
     step=INTS,
     tokens=st.lists(st.lists(INTS), max_size=3),
-    logprobs=st.lists(st.none() | LOGPROBS, max_size=3),
+    logprobs=st.lists(st.lists(LOGPROBS, max_size=2), max_size=3),
     prompt_logprobs=st.lists(st.tuples(INTS, st.lists(LOGPROBS, max_size=2)), max_size=2),
     failed=st.dictionaries(INTS, st.text(), max_size=2),
     seconds=FLOATS,
+    num_drafts=st.lists(INTS),
 )
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from minivllm.config import EngineConfig, SchedulerConfig
+from minivllm.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from minivllm.errors import ConfigError, UnknownConfigKeyError
 
 BAD: dict[str, list[Any]] = {
+    "speculative_config": ["ngram", {}, {"method": "ngram"}],
     "dtype": ["float64", "", "FLOAT32", None, 32],
     "device": ["gpu", "", None, 0],
     "enforce_eager": [None, 1, "no"],
@@ -51,6 +52,7 @@ BAD: dict[str, list[Any]] = {
     "reasoning_end_str": ["", None, 5],
 }
 GOOD: dict[str, list[Any]] = {
+    "speculative_config": [{"method": "ngram", "num_speculative_tokens": 3}],
     "dtype": ["auto", "float32", "float16", "bfloat16"],
     "device": ["auto", "cpu", "cuda"],
     "enforce_eager": [False, True],
@@ -121,6 +123,40 @@ def test_every_setting_is_in_the_tables() -> None:
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     assert names == BAD.keys()
     assert BAD.keys() == GOOD.keys()
+
+
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("method", "oracle"),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", True),
+        ("prompt_lookup_max", 0),
+        ("prompt_lookup_min", "2"),
+        ("draft_len", 3),
+    ],
+)
+def test_speculation_is_refused_by_key(name: str, value: Any) -> None:
+    """What cannot work inside `speculative_config` is an error that names its key and value."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(speculative_config=DRAFTING | {name: value})
+    assert str(caught.value).startswith(f"{name} ")
+    assert str(caught.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, (5, 5)), ({"max": 3}, (3, 3)), ({"min": 2}, (2, 2)), ({"min": 1, "max": 4}, (1, 4))],
+)
+def test_lookup_lengths_stand_in_for_each_other(given, expected) -> None:
+    """One length of prompt lookup is both, and none is 5; the least must not exceed the most."""
+    keys = {f"prompt_lookup_{name}": value for name, value in given.items()}
+    assert SpeculativeConfig(**DRAFTING | keys).prompt_lookup_lens == expected
+    with pytest.raises(ConfigError, match="prompt_lookup_min must be at most prompt_lookup_max"):
+        SpeculativeConfig(**DRAFTING, prompt_lookup_min=3, prompt_lookup_max=2)
 
 
 def test_aging_belongs_to_priorities() -> None:
@@ -225,7 +261,9 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         kv_cache_dtype="fp8",
         cudagraph_capture_sizes=[1, 4],
         torch_compile=True,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     )
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     scheduler, worker = config.resolve(model_path="/some/dir", model_max_len=1000)
     assert dataclasses.asdict(scheduler) == {
         "block_size": 8,
@@ -241,6 +279,7 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "aging_s": 1.5,
         "ttft_policy": "demote",
         "enable_prefix_caching": False,
+        "speculative": dataclasses.asdict(speculative),
     }
     assert dataclasses.asdict(worker) == {
         "model_path": "/some/dir",
@@ -259,6 +298,7 @@ def test_resolve_hands_every_setting_to_its_side() -> None:
         "enforce_eager": False,
         "cudagraph_capture_sizes": (1, 4),
         "torch_compile": True,
+        "speculative": dataclasses.asdict(speculative),
     }
 
 

@@ -73,9 +73,9 @@ def make(tmp_path: Path):
     """A runner of a random two-layer model."""
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
 
-    def make_runner(capture: Recorder | None = None, **changes) -> ModelRunner:
+    def make_runner(capture: Recorder | None = None, proposer=None, **changes) -> ModelRunner:
         config = replace(CONFIG, model_path=str(tmp_path), **changes)
-        runner = ModelRunner(config, capture=capture)
+        runner = ModelRunner(config, capture=capture, proposer=proposer)
         if capture is not None:
             capture.sizes.clear()
         return runner
@@ -312,7 +312,7 @@ def test_a_smaller_kv_cache_changes_little(make, name, dtype, tolerance) -> None
         runner = make(kv_cache_dtype=kv_cache_dtype)
         driver = Driver(runner)
         driver.launch({0: requests(1, num_logprobs=20)[0]}, [])
-        (logprobs,) = driver.take().logprobs
+        ((logprobs,),) = driver.take().logprobs
         found.append(dict(zip(logprobs.token_ids, logprobs.logprobs, strict=True)))
     assert runner._caches[0].k.dtype == dtype
     whole = 120 * 4 * 2 * 2 * 2 * 8  # blocks, block size, layers, k and v, heads, head dim

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fakes import expected_output
-from hosts import VOCAB, Host, check_output, limits, output_of
+from hosts import VOCAB, Host, check_output, drafting, limits, output_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,6 +192,7 @@ def test_a_request_that_kills_its_worker_fails_alone() -> None:
         },
     )
     | st.just({}),
+    st.sampled_from([0, 1, 3, 8]),
 )
 def test_any_traffic_ends_whole(
     seed: int,
@@ -201,9 +202,10 @@ def test_any_traffic_ends_whole(
     cap: int,
     caching: bool,
     policy: dict[str, Any],
+    num_drafts: int,
 ) -> None:
-    """Random arrivals, aborts and restarts in a small pool, under any policy: one end each, right
-    tokens, no leak."""
+    """Random arrivals, aborts and restarts in a small pool, under any policy and with drafts of
+    which some stand: one end each, right tokens, no leak."""
     rng = random.Random(seed)
     config = limits(
         **policy,
@@ -211,6 +213,7 @@ def test_any_traffic_ends_whole(
         long_prefill_token_threshold=cap,
         enable_prefix_caching=caching,
         max_model_len=4 * min(num_blocks - 1, 15),
+        speculative=drafting(num_drafts) if num_drafts else None,
     )
     host = Host(config, num_blocks, depth=depth, step_s=0.1)
     storm(host, rng, num_requests=40)
