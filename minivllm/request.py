@@ -257,6 +257,8 @@ class SamplingParams:
 
 
 _MAX_N = 16384
+# Drafts that stood and that fell, before a request has seen any.
+FIRST_DRAFT_ODDS = (2.0, 1.0)
 _MAX_LOGPROB_TOKEN_IDS = 128
 _FLAGS = (
     "include_stop_str_in_output",
@@ -420,6 +422,7 @@ class Request:
     __slots__ = (
         "cache_salt",
         "cumulative_logprob",
+        "draft_odds",
         "due",
         "finish_reason",
         "group_id",
@@ -497,6 +500,7 @@ class Request:
         self.num_scheduled = 0
         self.num_pending = 0
         self.num_drafted = 0  # drafts in flight: so many tokens more may be known by now
+        self.draft_odds = FIRST_DRAFT_ODDS  # drafts that stood and that fell, for `drafting`
         self.num_seen = 0  # tokens known at the last restart: more than this is progress
         self.num_started = 0  # tokens known when it last began to run
         self.suspect = False  # was in flight, without progress, when a worker died

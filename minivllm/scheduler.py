@@ -36,6 +36,7 @@ from typing import NamedTuple
 from minivllm.batch import NewRow, RowLogprobs, StepPlan, StepResult
 from minivllm.blocks import BlockManager
 from minivllm.config import SchedulerConfig
+from minivllm.drafting import DraftLengths
 from minivllm.errors import EngineBusyError
 from minivllm.policy import (
     Aging,
@@ -113,6 +114,10 @@ class Scheduler:
         self._num_unanswered_tokens = 0  # of their prompts
         self._aging = Aging(config.aging_s, clock)
         self._times = StepTimes()
+        self._draft_lengths: DraftLengths | None = None
+        if config.speculative is not None:
+            most = config.speculative.num_speculative_tokens
+            self._draft_lengths = DraftLengths(most, self._times)
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._next_step = 0
         self._suspects: set[Request] = set()
@@ -267,6 +272,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute until a result arrives."""
         unserved = deque(r for r in self.running if not self._is_paused(r))
+        if self._draft_lengths is not None:
+            self._draft_lengths.begin_step()
         step = OpenStep(self.config.max_num_batched_tokens, self._pace(unserved))
         while step.may_admit and step.budget > 0 and (head := self._head()) is not None:
             rank = self._aging.rank(head)
@@ -335,10 +342,12 @@ class Scheduler:
 
     def _num_drafts(self, request: Request, budget: int) -> int:
         """Drafts to verify for a request that decodes, none of them past its end."""
-        if self.config.speculative is None or self._num_missing(request) != 1:
-            return 0
+        lengths = self._draft_lengths
         num_left = request.max_len - len(request.tokens) - request.num_pending
-        return max(0, min(self.config.speculative.num_speculative_tokens, num_left - 1, budget))
+        most = min(num_left - 1, budget)
+        if lengths is None or most <= 0 or self._num_missing(request) != 1:
+            return 0
+        return min(most, lengths.choose(request, len(self.running)))
 
     def _schedule(
         self, step: OpenStep, request: Request, num_tokens: int, num_drafts: int = 0
@@ -548,6 +557,8 @@ class Scheduler:
                 request.tokens.extend(tokens)
                 self._unpark(self.blocks.commit(request, request.num_computed))
                 scored = prompt_logprobs.get(idx, [])
+                if num_drafts and self._draft_lengths is not None:
+                    self._draft_lengths.observe(request, num_drafts, num_accepted)
                 if samples:
                     self._clear(request)
                 if samples or scored:

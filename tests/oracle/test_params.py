@@ -335,6 +335,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prefix cache": INLINE,
     "chunked": INLINE | {"max_num_batched_tokens": 17, "enable_prefix_caching": False},
     "preempted": INLINE | {"num_gpu_blocks_override": 40, "enable_prefix_caching": False},
+    "drafted": INLINE
+    | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
     "overlapped": {"distributed_executor_backend": "mp", "async_scheduling": True},
     "restarted": {"distributed_executor_backend": "mp"},
 }

@@ -32,12 +32,12 @@ ASKED: dict[str, dict[str, Any]] = {
     "sampled_penalties": SAMPLED | {"presence_penalty": 0.5, "top_p": 0.9, "min_p": 0.02},
     "stops": GREEDY | {"stop": ["jumps", "8", "return"], "min_tokens": 6, "logprobs": 2},
 }
-# A pool of 24 blocks does not hold four requests to their ends: some are preempted.
+# A pool of 12 blocks does not hold four requests to their ends: some are preempted.
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_cache": {"enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 17},
-    "preempted": {"num_gpu_blocks_override": 24, "max_model_len": 128},
+    "preempted": {"num_gpu_blocks_override": 12, "max_model_len": 128},
     "overlap": {"async_scheduling": True},
     "mp": {"distributed_executor_backend": "mp"},
     "restarted": {"distributed_executor_backend": "mp"},
