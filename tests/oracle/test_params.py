@@ -330,13 +330,13 @@ def stream_interval(plain, looks):
 SIZE = {"max_model_len": 96, "block_size": 8, "max_num_seqs": 64}
 POOL = {"kv_cache_memory_bytes": 256 << 20}
 INLINE = {"distributed_executor_backend": "inline"}
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": INLINE | {"enable_prefix_caching": False},
     "prefix cache": INLINE,
     "chunked": INLINE | {"max_num_batched_tokens": 17, "enable_prefix_caching": False},
     "preempted": INLINE | {"num_gpu_blocks_override": 40, "enable_prefix_caching": False},
-    "drafted": INLINE
-    | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
+    "drafted": INLINE | {"speculative_config": DRAFTING},
     "overlapped": {"distributed_executor_backend": "mp", "async_scheduling": True},
     "restarted": {"distributed_executor_backend": "mp"},
 }
